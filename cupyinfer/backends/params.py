@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one argument of every attention kernel, mirroring kernels_cu/params.cuh field by field."""
+
+from __future__ import annotations
+
+import numpy as np
+
+_POINTERS = (
+    "q", "k", "v", "o", "lse",
+    "tiles", "cta_work", "merge_groups", "page_indices", "partial_o", "partial_lse",
+    "alibi_slopes", "sinks", "k_scale", "v_scale", "mask",
+)  # fmt: skip
+_STRIDES = (
+    "q_stride_token", "q_stride_head",
+    "k_stride_page", "k_stride_token", "k_stride_head",
+    "v_stride_page", "v_stride_token", "v_stride_head",
+    "o_stride_token", "o_stride_head",
+)  # fmt: skip
+_INTS = ("num_qo_heads", "num_kv_heads", "group_size", "page_size", "causal", "window_left")
+_FLOATS = ("sm_scale", "logits_soft_cap", "v_scale_tensor", "rope_rcp_scale", "rope_log2_theta")
+
+#: NumPy record with the layout of ``struct AttentionParams``.
+ATTENTION_PARAMS = np.dtype(
+    [(name, np.uint64) for name in _POINTERS]
+    + [(name, np.int64) for name in _STRIDES]
+    + [(name, np.int32) for name in _INTS]
+    + [(name, np.float32) for name in _FLOATS]
+    + [("unused", np.int32)],
+    align=True,
+)

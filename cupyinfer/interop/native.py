@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""NumPy and CuPy arrays over the memory of a view, without a copy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from cupyinfer.interop.array_view import ArrayView
+
+
+def element_type(name: str) -> np.dtype[Any]:
+    """The NumPy dtype of any canonical name a view may have."""
+    return np.dtype(getattr(ml_dtypes, name)) if hasattr(ml_dtypes, name) else np.dtype(name)
+
+
+class _HostMemory:
+    """The memory of a CPU view as NumPy takes it in; the NumPy array keeps it, and so the view's owner, alive."""
+
+    __slots__ = ("__array_interface__", "_owner")
+
+    def __init__(self, view: ArrayView, itemsize: int) -> None:
+        # Unsigned integers stand in for element types the interface cannot name.
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (view.ptr, not view.writable),
+            "shape": view.shape,
+            "strides": tuple(step * itemsize for step in view.strides),
+            "typestr": f"<u{itemsize}",
+        }
+        self._owner = view.owner
+
+
+def numpy_array(view: ArrayView) -> np.ndarray[Any, Any]:
+    """The NumPy array over the memory of a CPU view; bfloat16 and float8 as in ml_dtypes."""
+    if isinstance(view.owner, np.ndarray):
+        return view.owner
+    dtype = element_type(view.dtype)
+    if 0 in view.shape:
+        return np.empty(view.shape, dtype)
+    if dtype.kind == "c":
+        return np.asarray(_ComplexMemory(view, dtype))
+    return np.asarray(_HostMemory(view, dtype.itemsize)).view(dtype)
+
+
+class _ComplexMemory(_HostMemory):
+    """As _HostMemory, for complex elements, whose width no unsigned integer has."""
+
+    __slots__ = ()
+
+    def __init__(self, view: ArrayView, dtype: np.dtype[Any]) -> None:
+        super().__init__(view, dtype.itemsize)
+        self.__array_interface__["typestr"] = dtype.str
+
+
+def cupy_array(view: ArrayView) -> Any:
+    """The CuPy array over the memory of a CUDA view; float8 comes as uint8, since CuPy has no float8."""
+    import cupy
+
+    if view.producer == "cupy":
+        return view.owner
+    dtype = element_type("uint8" if view.dtype.startswith("float8") else view.dtype)
+    extent = 1 + sum((size - 1) * step for size, step in zip(view.shape, view.strides, strict=True))
+    num_bytes = 0 if 0 in view.shape else extent * dtype.itemsize
+    memory = cupy.cuda.UnownedMemory(view.ptr, num_bytes, view.owner, view.device.index)
+    strides = tuple(step * dtype.itemsize for step in view.strides)
+    return cupy.ndarray(view.shape, dtype, cupy.cuda.MemoryPointer(memory, 0), strides)

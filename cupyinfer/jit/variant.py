@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What makes one attention kernel different from another, as a value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cupyinfer.dtypes import FP8_TYPES, HALF_TYPES, itemsize
+from cupyinfer.errors import ArgumentError
+from cupyinfer.schedule.tiles import CTA_TILE_Q, TileConfig, check_head_dims, max_tile_q, tile_config
+
+POS_ENCODINGS = ("NONE", "ROPE_LLAMA", "ALIBI")
+#: Kernels around attention: cache append and its index arithmetic, merging of attention states.
+HELPER_KERNELS = ("append_paged_kv_cache", "batch_indices_positions", "seq_lens", "merge_states")
+
+
+@dataclass(frozen=True)
+class AttentionVariant:
+    """One fa2 kernel: the fields are its compile-time constants. Causal, windows, scales, sinks and LSE are run-time values.
+
+    Attributes:
+        q_dtype: element type of q and o, "float16" or "bfloat16".
+        kv_dtype: element type of the cache, q_dtype or an fp8 type.
+        head_dim_qk: width of q and k in elements.
+        head_dim_vo: width of v and o in elements.
+        cta_tile_q: packed query rows per tile.
+        paged: K and V are reached through a page table.
+        custom_mask: a packed bit mask removes more keys.
+        soft_cap: logits pass through ``cap * tanh(s / cap)``.
+        pos_encoding: one of POS_ENCODINGS.
+    """
+
+    q_dtype: str
+    kv_dtype: str
+    head_dim_qk: int
+    head_dim_vo: int
+    cta_tile_q: int
+    paged: bool
+    custom_mask: bool = False
+    soft_cap: bool = False
+    pos_encoding: str = "NONE"
+
+    def __post_init__(self) -> None:
+        if self.q_dtype not in HALF_TYPES:
+            raise ArgumentError(f"q_dtype: got {self.q_dtype}, queries are float16 or bfloat16")
+        if self.kv_dtype != self.q_dtype and self.kv_dtype not in FP8_TYPES:
+            raise ArgumentError(
+                f"kv_dtype: got {self.kv_dtype}, a cache is {self.q_dtype} like its queries or one of {', '.join(FP8_TYPES)}"
+            )
+        check_head_dims(self.head_dim_qk, self.head_dim_vo)
+        if self.cta_tile_q not in CTA_TILE_Q or self.cta_tile_q > max_tile_q(self.head_dim_vo):
+            raise ArgumentError(
+                f"cta_tile_q: got {self.cta_tile_q}, a tile at head_dim_vo {self.head_dim_vo} has 16 to {max_tile_q(self.head_dim_vo)} rows"
+            )
+        if self.pos_encoding not in POS_ENCODINGS:
+            raise ArgumentError(f"pos_encoding_mode: got {self.pos_encoding}, expected one of {', '.join(POS_ENCODINGS)}")
+
+    def __str__(self) -> str:
+        name = f"fa2_q{self.cta_tile_q}_{self.q_dtype}"
+        name += f"_kv{self.kv_dtype}" if self.kv_dtype != self.q_dtype else ""
+        name += f"_d{self.head_dim_qk}" + (f"x{self.head_dim_vo}" if self.head_dim_vo != self.head_dim_qk else "")
+        name += "_paged" if self.paged else "_ragged"
+        name += "_mask" if self.custom_mask else ""
+        name += "_cap" if self.soft_cap else ""
+        return name + ("" if self.pos_encoding == "NONE" else "_" + self.pos_encoding.split("_")[0].lower())
+
+    def tile_config(self, smem_per_sm: int, smem_per_cta: int) -> TileConfig:
+        """Tile shape of this kernel on a GPU with that much shared memory."""
+        return tile_config(self.cta_tile_q, self.head_dim_qk, self.head_dim_vo, itemsize(self.kv_dtype), smem_per_sm, smem_per_cta)
+
+
+@dataclass(frozen=True)
+class HelperVariant:
+    """One of the kernels around attention. They take element types as run-time values, so there is one of each.
+
+    Attributes:
+        kernel: one of HELPER_KERNELS; also its entry point and its file.
+    """
+
+    kernel: str
+
+    def __post_init__(self) -> None:
+        if self.kernel not in HELPER_KERNELS:
+            raise ArgumentError(f"kernel: got {self.kernel!r}, expected one of {', '.join(HELPER_KERNELS)}")
+
+    def __str__(self) -> str:
+        return self.kernel
+
+
+#: Everything `cupyinfer.jit.source.kernel_source` can turn into CUDA text.
+KernelVariant = AttentionVariant | HelperVariant

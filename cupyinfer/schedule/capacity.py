@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What suffices for every batch within limits: region counts for CUDA graphs and for workspace bounds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cupyinfer.errors import ArgumentError
+from cupyinfer.schedule.layout import RegionCounts
+from cupyinfer.schedule.schedule import SplitPolicy, partial_row_budget
+from cupyinfer.schedule.tiles import TileConfig
+
+
+@dataclass(frozen=True)
+class BatchLimits:
+    """Limits of a batch.
+
+    Attributes:
+        max_batch_size: requests.
+        max_num_qo_tokens: query tokens of all requests together (decode: max_batch_size).
+        max_kv_len: keys of the longest request; needed only with a fixed split size.
+    """
+
+    max_batch_size: int
+    max_num_qo_tokens: int
+    max_kv_len: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_batch_size < 0 or self.max_num_qo_tokens < 0:
+            raise ArgumentError(f"limits: got {self.max_batch_size} requests and {self.max_num_qo_tokens} query tokens, neither can be negative")
+
+
+def capacity_counts(
+    limits: BatchLimits,
+    *,
+    decode: bool,
+    config: TileConfig,
+    num_sms: int,
+    group_size: int,
+    num_kv_heads: int,
+    head_dim_vo: int,
+    policy: SplitPolicy,
+    num_page_indices: int | None = None,
+    value_bytes: int | None = None,
+) -> RegionCounts:
+    """Region counts that suffice for every batch within `limits` planned with this kernel and policy.
+
+    An even cut into `s` shares makes at most `s - 1` merge groups and `2 * (s - 1)` parts. Whole units need neither. With
+    a fixed split size every tile may have as many parts as the longest request has.
+
+    Raises:
+        ArgumentError: a fixed split size without max_kv_len.
+    """
+    tile_q = config.cta_tile_q
+    if decode:
+        num_tiles = limits.max_batch_size * -(-group_size // tile_q)
+        rows_per_tile = min(tile_q, group_size)
+    else:
+        num_tiles = limits.max_num_qo_tokens * group_size // tile_q + min(limits.max_batch_size, limits.max_num_qo_tokens)
+        rows_per_tile = min(tile_q, limits.max_num_qo_tokens * group_size)
+    grid = num_sms * config.ctas_per_sm
+    num_groups = num_rows = 0
+    if policy.fixed_kv is not None:
+        if limits.max_kv_len is None:
+            raise ArgumentError("limits: a bound with fixed_split_size needs max_kv_len, since parts follow from the longest request")
+        parts = max(1, -(-(limits.max_kv_len + config.kv_tile - 1) // policy.fixed_kv))
+        num_groups = num_tiles * num_kv_heads if parts > 1 else 0
+        num_rows = num_groups * parts * rows_per_tile
+        num_tiles *= parts
+    elif policy.allowed and num_tiles:
+        max_parts = partial_row_budget(num_sms, config) // tile_q
+        num_groups = min(grid - 1, num_tiles * num_kv_heads)
+        num_rows = min(max_parts, 2 * (grid - 1)) * rows_per_tile
+    return RegionCounts(num_tiles, grid, num_groups, num_rows, head_dim_vo, num_page_indices, value_bytes)

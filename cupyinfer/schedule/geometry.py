@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The host integers of one batch: who asks how many queries of how many keys, and where those lie."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cupyinfer.errors import ArgumentError, ArgumentTypeError
+
+Ints = npt.NDArray[np.int64]
+_INT32_MAX = 2**31 - 1
+
+
+@dataclass(frozen=True, eq=False)
+class BatchGeometry:
+    """One batch, as integers on the host. Arrays have one entry per request.
+
+    Attributes:
+        qo_len: query tokens.
+        kv_len: keys.
+        q_begin: first query token in ``q``.
+        kv_base: first entry in the page table (paged), or first row of ``k`` and ``v`` (ragged).
+        num_qo_tokens: query tokens of all requests.
+        num_kv_entries: page-table entries, or rows of ``k`` and ``v``, of all requests.
+        uniform_qo_len: query tokens of every request when all have the same number by construction (decode: 1), else None.
+    """
+
+    qo_len: Ints
+    kv_len: Ints
+    q_begin: Ints
+    kv_base: Ints
+    num_qo_tokens: int
+    num_kv_entries: int
+    uniform_qo_len: int | None = None
+
+    @property
+    def batch_size(self) -> int:
+        """Number of requests."""
+        return len(self.kv_len)
+
+
+def check_heads(num_qo_heads: int, num_kv_heads: int) -> int:
+    """Return query heads per KV head.
+
+    Raises:
+        ArgumentError: a count below 1, or one that is not a multiple of the other.
+    """
+    if num_qo_heads < 1 or num_kv_heads < 1:
+        raise ArgumentError(f"num_qo_heads, num_kv_heads: got {num_qo_heads} and {num_kv_heads}, both must be at least 1")
+    if num_qo_heads % num_kv_heads:
+        raise ArgumentError(f"num_qo_heads: got {num_qo_heads}, which is not a multiple of num_kv_heads = {num_kv_heads}")
+    return num_qo_heads // num_kv_heads
+
+
+def host_integers(values: Any, argument: str) -> Ints:
+    """A one-dimensional host array of integers as int64.
+
+    Raises:
+        ArgumentTypeError: not integers.
+        ArgumentError: not one-dimensional.
+    """
+    array = np.asarray(values)
+    if array.ndim != 1:
+        raise ArgumentError(f"{argument}: got shape {array.shape}, expected one dimension")
+    if array.dtype.kind not in "iu":
+        if array.size:
+            raise ArgumentTypeError(f"{argument}: got {array.dtype}, expected int32 or int64")
+        array = array.astype(np.int64)
+    return array.astype(np.int64)
+
+
+def _lengths(indptr: Ints, argument: str) -> Ints:
+    if indptr.size == 0:
+        raise ArgumentError(f"{argument}: is empty, a batch of n requests has n + 1 offsets")
+    if indptr[0] != 0:
+        raise ArgumentError(f"{argument}: begins with {indptr[0]}, offsets begin with 0")
+    lengths = indptr[1:] - indptr[:-1]
+    if lengths.size and lengths.min() < 0:
+        at = int(np.argmax(lengths < 0))
+        raise ArgumentError(f"{argument}: decreases from {indptr[at]} to {indptr[at + 1]} at entry {at + 1}")
+    if indptr[-1] > _INT32_MAX:
+        raise ArgumentError(f"{argument}: ends at {indptr[-1]}, the largest supported offset is {_INT32_MAX}")
+    return lengths
+
+
+def paged_kv_lengths(indptr: Ints, last_page_len: Ints, page_size: int, names: tuple[str, str]) -> Ints:
+    """Keys per request of a paged cache: ``(pages - 1) * page_size + last_page_len``, and 0 for a request without pages.
+
+    Args:
+        indptr: [batch_size + 1] offsets into the page table.
+        last_page_len: [batch_size] keys in each request's last page, in 1..page_size; anything in 0..page_size without pages.
+        page_size: keys per page.
+        names: what errors call the two arrays.
+
+    Raises:
+        ArgumentError: lengths of the arrays that do not fit, decreasing offsets, or an entry out of range.
+    """
+    if page_size < 1:
+        raise ArgumentError(f"page_size: got {page_size}, a page holds at least 1 key")
+    num_pages = _lengths(indptr, names[0])
+    if len(last_page_len) != len(num_pages):
+        raise ArgumentError(f"{names[1]}: has {len(last_page_len)} entries, {names[0]} describes {len(num_pages)} requests")
+    if not num_pages.size:
+        return num_pages
+    has_pages = num_pages > 0
+    if last_page_len.max() > page_size or last_page_len.min() < 1:
+        wrong = (last_page_len > page_size) | (last_page_len < has_pages)
+        if wrong.any():
+            at = int(np.argmax(wrong))
+            low = 1 if num_pages[at] else 0
+            raise ArgumentError(f"{names[1]}: request {at} has {last_page_len[at]}, expected {low} to page_size = {page_size}")
+    kv_len = (num_pages - 1) * page_size + last_page_len
+    kv_len *= has_pages
+    if kv_len.max() > _INT32_MAX - 2**16:
+        raise ArgumentError(f"{names[0]}: a request has {kv_len.max()} keys, more than 32-bit key positions can hold")
+    return kv_len
+
+
+def decode_geometry(indptr: Ints, last_page_len: Ints, page_size: int) -> BatchGeometry:
+    """One query token per request over a paged cache. Arrays as for `paged_kv_lengths`."""
+    kv_len = paged_kv_lengths(indptr, last_page_len, page_size, ("indptr", "last_page_len"))
+    batch = len(kv_len)
+    tokens = np.arange(batch + 1, dtype=np.int64)
+    return BatchGeometry(np.ones(batch, np.int64), kv_len, tokens[:-1], indptr[:-1], batch, int(indptr[-1]), uniform_qo_len=1)
+
+
+def paged_prefill_geometry(qo_indptr: Ints, paged_kv_indptr: Ints, last_page_len: Ints, page_size: int) -> BatchGeometry:
+    """Any number of query tokens per request over a paged cache. `qo_indptr` is [batch_size + 1]; the rest as for `paged_kv_lengths`."""
+    qo_len = _lengths(qo_indptr, "qo_indptr")
+    if len(paged_kv_indptr) != len(qo_indptr):
+        raise ArgumentError(f"paged_kv_indptr: has {len(paged_kv_indptr)} entries, qo_indptr has {len(qo_indptr)}; both need batch_size + 1")
+    kv_len = paged_kv_lengths(paged_kv_indptr, last_page_len, page_size, ("paged_kv_indptr", "paged_kv_last_page_len"))
+    return BatchGeometry(qo_len, kv_len, qo_indptr[:-1], paged_kv_indptr[:-1], int(qo_indptr[-1]), int(paged_kv_indptr[-1]))
+
+
+def ragged_prefill_geometry(qo_indptr: Ints, kv_indptr: Ints) -> BatchGeometry:
+    """Any number of query tokens per request over ragged keys. Both offset arrays are [batch_size + 1]."""
+    qo_len = _lengths(qo_indptr, "qo_indptr")
+    kv_len = _lengths(kv_indptr, "kv_indptr")
+    if len(qo_len) != len(kv_len):
+        raise ArgumentError(f"kv_indptr: has {len(kv_indptr)} entries, qo_indptr has {len(qo_indptr)}; both need batch_size + 1")
+    return BatchGeometry(qo_len, kv_len, qo_indptr[:-1], kv_indptr[:-1], int(qo_indptr[-1]), int(kv_indptr[-1]))

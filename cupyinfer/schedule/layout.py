@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where everything lies in the two workspaces: the one layout that sizing and planning share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from cupyinfer.schedule.partition import CTA_INTS, GROUP_INTS
+from cupyinfer.schedule.tiling import TILE_INTS
+from cupyinfer.workspace import WORKSPACE_ALIGNMENT, AlignedAllocator, WorkspaceSize
+
+
+@dataclass(frozen=True)
+class RegionCounts:
+    """How many records each region must hold: of one batch, or of the largest one a capacity allows.
+
+    Attributes:
+        num_tiles: tile records.
+        num_ctas: CTA records.
+        num_merge_groups: merge groups.
+        num_partial_rows: rows of partial results.
+        head_dim_vo: width of a row of partial results, in float32 elements.
+        num_page_indices: page-table entries kept in the int workspace, or None when the caller's device array is read.
+        value_bytes: bytes of per-head values and masks given on the host, or None.
+    """
+
+    num_tiles: int
+    num_ctas: int
+    num_merge_groups: int
+    num_partial_rows: int
+    head_dim_vo: int
+    num_page_indices: int | None = None
+    value_bytes: int | None = None
+
+
+class Offsets(NamedTuple):
+    """First byte of every region; -1 for one that the plan does not have. Fields as in PlanInfo."""
+
+    tiles: int
+    cta_work: int
+    merge_groups: int
+    page_indices: int
+    values: int
+    partial_o: int
+    partial_lse: int
+
+
+class Region(NamedTuple):
+    """One region for a memory map."""
+
+    workspace: str
+    name: str
+    offset: int
+    num_bytes: int
+
+
+def lay_out(counts: RegionCounts, float_allocator: AlignedAllocator, int_allocator: AlignedAllocator) -> Offsets:
+    """Reserve every region, in order. Counting and placing allocators give the same offsets.
+
+    Raises:
+        WorkspaceError: a placing allocator's buffer is too small; the error names the region.
+    """
+    offsets = {}
+    for region, num_bytes in region_bytes(counts).items():
+        allocator = float_allocator if region.startswith("partial") else int_allocator
+        offsets[region] = -1 if num_bytes is None else allocator.aligned_alloc_offset(num_bytes, WORKSPACE_ALIGNMENT, region)
+    return Offsets(**offsets)
+
+
+def region_bytes(counts: RegionCounts) -> dict[str, int | None]:
+    """Bytes of every region, in layout order; None for an absent one."""
+    return {
+        "tiles": 4 * TILE_INTS * counts.num_tiles,
+        "cta_work": 4 * CTA_INTS * counts.num_ctas,
+        "merge_groups": 4 * GROUP_INTS * counts.num_merge_groups,
+        "page_indices": None if counts.num_page_indices is None else 4 * counts.num_page_indices,
+        "values": counts.value_bytes,
+        "partial_o": 4 * counts.head_dim_vo * counts.num_partial_rows,
+        "partial_lse": 4 * counts.num_partial_rows,
+    }
+
+
+def measure(counts: RegionCounts) -> WorkspaceSize:
+    """Bytes of both workspaces."""
+    float_allocator, int_allocator = AlignedAllocator(), AlignedAllocator()
+    lay_out(counts, float_allocator, int_allocator)
+    return WorkspaceSize(float_allocator.num_allocated_bytes, int_allocator.num_allocated_bytes)
+
+
+def memory_map(counts: RegionCounts) -> list[Region]:
+    """Every region with its workspace, offset and bytes, in layout order."""
+    offsets = lay_out(counts, AlignedAllocator(), AlignedAllocator())._asdict()
+    return [
+        Region("float" if name.startswith("partial") else "int", name, offsets[name], num_bytes)
+        for name, num_bytes in region_bytes(counts).items()
+        if num_bytes is not None
+    ]

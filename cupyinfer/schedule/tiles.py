@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tile shapes of the fa2 kernels: one pure function of what a kernel must hold and what an SM has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cupyinfer.errors import UnsupportedError
+
+#: Supported (head_dim_qk, head_dim_vo) pairs.
+HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
+#: Query rows of a tile: 16 puts all warps along the keys, 64 and 128 along the rows.
+CTA_TILE_Q = (16, 64, 128)
+
+#: Keys one warp of a 16-row tile works on at a time: one m16n8k16 step of P V.
+DECODE_BLOCK = 16
+#: Keys per iteration of the schedule for 16-row tiles; finer cuts balance better, coarser ones have fewer fields to scan.
+DECODE_KV_TILE = 64
+PREFILL_KV_TILE = 64
+_MAX_STAGES = 6
+
+
+@dataclass(frozen=True)
+class TileConfig:
+    """Shape of one fa2 kernel.
+
+    Attributes:
+        cta_tile_q: packed query rows per CTA.
+        kv_tile: keys per iteration of the schedule.
+        num_warps: warps per CTA.
+        num_stages: stages of the K/V ring in shared memory.
+        smem_bytes: dynamic shared memory per CTA.
+        ctas_per_sm: CTAs of this kernel one SM holds.
+    """
+
+    cta_tile_q: int
+    kv_tile: int
+    num_warps: int
+    num_stages: int
+    smem_bytes: int
+    ctas_per_sm: int
+
+
+def check_head_dims(head_dim_qk: int, head_dim_vo: int) -> None:
+    """Raise UnsupportedError unless the pair is in HEAD_DIMS."""
+    if (head_dim_qk, head_dim_vo) not in HEAD_DIMS:
+        supported = ", ".join(str(qk) if qk == vo else f"{qk} (with head_dim_vo {vo})" for qk, vo in HEAD_DIMS)
+        raise UnsupportedError(f"head_dim: got {head_dim_qk} (head_dim_vo {head_dim_vo}), supported are {supported}")
+
+
+def tile_config(cta_tile_q: int, head_dim_qk: int, head_dim_vo: int, kv_itemsize: int, smem_per_sm: int, smem_per_cta: int) -> TileConfig:
+    """Choose warps, stages and shared memory for one kernel.
+
+    Args:
+        cta_tile_q: one of CTA_TILE_Q.
+        head_dim_qk: width of queries and keys, in elements.
+        head_dim_vo: width of values and outputs, in elements.
+        kv_itemsize: bytes per element of the KV cache (1 or 2).
+        smem_per_sm: shared memory of one SM, bytes.
+        smem_per_cta: most dynamic shared memory one CTA may ask for, bytes.
+    """
+    if cta_tile_q == 16:
+        return _decode_config(head_dim_qk, head_dim_vo, kv_itemsize, smem_per_cta)
+    return _prefill_config(cta_tile_q, head_dim_qk, head_dim_vo, kv_itemsize, smem_per_sm, smem_per_cta)
+
+
+def decode_smem_bytes(num_warps: int, num_stages: int, head_dim_qk: int, head_dim_vo: int, kv_itemsize: int) -> int:
+    """Shared memory of a 16-row kernel: a private K/V ring per warp, and half the warps' states while they merge."""
+    ring = num_warps * num_stages * DECODE_BLOCK * (head_dim_qk + head_dim_vo) * kv_itemsize
+    state = (16 * head_dim_vo + 4 * 32) * 4  # a 16-row accumulator, and two maxima and two sums per lane
+    return ring + num_warps // 2 * state
+
+
+def prefill_smem_bytes(cta_tile_q: int, kv_tile: int, num_stages: int, head_dim_qk: int, head_dim_vo: int, kv_itemsize: int) -> int:
+    """Shared memory of a 64- or 128-row kernel: the query tile and a ring of K/V tiles shared by all warps."""
+    return cta_tile_q * head_dim_qk * 2 + num_stages * kv_tile * (head_dim_qk + head_dim_vo) * kv_itemsize
+
+
+def _decode_config(head_dim_qk: int, head_dim_vo: int, kv_itemsize: int, smem_per_cta: int) -> TileConfig:
+    # Bytes in flight decide: as many warps as leave each two stages, then as many stages as fit. At head_dim 256 one
+    # block is 16 KB, and four warps with three stages hold more in flight than eight with one.
+    for num_warps in (8, 4, 2) if head_dim_vo <= 128 else (4, 2):
+        for num_stages in range(_MAX_STAGES, 1, -1):
+            smem = decode_smem_bytes(num_warps, num_stages, head_dim_qk, head_dim_vo, kv_itemsize)
+            if smem <= smem_per_cta:
+                return TileConfig(16, DECODE_KV_TILE, num_warps, num_stages, smem, 1)
+    raise UnsupportedError(f"head_dim {head_dim_qk}: {smem_per_cta} bytes of shared memory per CTA are too few")
+
+
+def _prefill_config(cta_tile_q: int, head_dim_qk: int, head_dim_vo: int, kv_itemsize: int, smem_per_sm: int, smem_per_cta: int) -> TileConfig:
+    # Two CTAs per SM hide each other's softmax; a second stage is worth less than that, but more than an idle SM.
+    best = None
+    for num_stages in (1, 2):
+        smem = prefill_smem_bytes(cta_tile_q, PREFILL_KV_TILE, num_stages, head_dim_qk, head_dim_vo, kv_itemsize)
+        ctas_per_sm = min(2, smem_per_sm // (smem + 1024))  # 1 KB of each CTA's share is the system's
+        if smem <= smem_per_cta and (best is None or ctas_per_sm >= best.ctas_per_sm):
+            best = TileConfig(cta_tile_q, PREFILL_KV_TILE, 4, num_stages, smem, ctas_per_sm)
+    if best is None:
+        raise UnsupportedError(f"head_dim {head_dim_qk}: {smem_per_cta} bytes of shared memory per CTA are too few for a tile of {cta_tile_q} rows")
+    return best
+
+
+def max_tile_q(head_dim_vo: int) -> int:
+    """Largest query tile whose accumulators stay in registers: 32 rows per warp up to head_dim 128, 16 above."""
+    return 128 if head_dim_vo <= 128 else 64

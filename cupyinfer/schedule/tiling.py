@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a batch to tiles: which query rows go together, and which keys they may see."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from cupyinfer.schedule.geometry import BatchGeometry
+from cupyinfer.schedule.tiles import max_tile_q
+
+#: Fields of a tile record, in order; docs/ARCHITECTURE.md gives their meaning.
+TILE_FIELDS = (
+    "request", "q_begin", "row_begin", "num_rows", "kv_begin", "kv_end",
+    "kv_len", "kv_base", "qo_len", "split_group", "split_part", "mask_begin",
+)  # fmt: skip
+TILE_INTS = len(TILE_FIELDS)
+
+
+@dataclass(frozen=True)
+class KeySpan:
+    """Which keys a query may see.
+
+    Attributes:
+        causal: only keys up to the query's own position, counted from the end of the keys.
+        window_left: keys to the left of the query's position that it sees, or -1 for all.
+    """
+
+    causal: bool = False
+    window_left: int = -1
+
+
+def choose_tile_q(geometry: BatchGeometry, group_size: int, head_dim_vo: int, invariant: bool) -> int:
+    """Rows per tile of a batch.
+
+    Decode follows from the group alone. Prefill takes the smallest tile that most requests fill: 16 rows put every
+    warp on the keys, 64 waste less on short requests, 128 read each key for twice the rows of 64. An `invariant` plan must
+    not look at the batch, and always takes the largest.
+    """
+    if geometry.uniform_qo_len is not None:
+        return 16 if geometry.uniform_qo_len * group_size <= 16 else 64
+    if invariant:
+        return max_tile_q(head_dim_vo)
+    longest = int(geometry.qo_len.max(initial=0)) * group_size
+    return tile_q_for_rows(longest, geometry.num_qo_tokens * group_size, geometry.batch_size, head_dim_vo)
+
+
+def tile_q_for_rows(longest: int, total: int, batch_size: int, head_dim_vo: int) -> int:
+    """Rows per tile for prefill requests of at most `longest` and `total` packed rows in all."""
+    if longest <= 16:
+        return 16
+    return 64 if total <= 64 * max(1, batch_size) else max_tile_q(head_dim_vo)
+
+
+def make_tiles(
+    geometry: BatchGeometry,
+    group_size: int,
+    cta_tile_q: int,
+    kv_tile: int,
+    span: KeySpan,
+    mask_begin: npt.NDArray[np.int64] | None = None,
+) -> npt.NDArray[np.int32]:
+    """Tile records of a batch, request by request, not split along the keys.
+
+    Args:
+        geometry: the batch.
+        group_size: query heads per KV head.
+        cta_tile_q: rows per tile.
+        kv_tile: keys per iteration; every tile's first key is a multiple of it.
+        span: which keys a query may see.
+        mask_begin: [batch_size] first byte of each request's packed mask, or None.
+
+    Returns:
+        int32 [num_tiles, 12], fields as TILE_FIELDS.
+    """
+    batch = geometry.batch_size
+    one_tile_each = geometry.uniform_qo_len is not None and geometry.uniform_qo_len * group_size <= cta_tile_q
+    if one_tile_each:
+        tiles = np.empty((batch, TILE_INTS), np.int32)
+        request: npt.NDArray[np.int64] | slice = slice(None)
+        tiles[:, 0] = np.arange(batch)
+        row_begin: npt.NDArray[np.int64] | int = 0
+        num_rows: npt.NDArray[np.int64] | int = int(geometry.uniform_qo_len or 0) * group_size
+    else:
+        rows = geometry.qo_len * group_size
+        per_request = -(-rows // cta_tile_q)
+        first = np.cumsum(per_request) - per_request
+        request = np.repeat(np.arange(batch), per_request)
+        row_begin = (np.arange(len(request)) - first[request]) * cta_tile_q
+        num_rows = np.minimum(cta_tile_q, rows[request] - row_begin)
+        tiles = np.empty((len(request), TILE_INTS), np.int32)
+        tiles[:, 0] = request
+    kv_len = geometry.kv_len[request]
+    position = kv_len - geometry.qo_len[request]
+    kv_end = kv_len
+    if span.causal and not one_tile_each:
+        kv_end = np.clip(position + (row_begin + num_rows - 1) // group_size + 1, 0, kv_len)
+    tiles[:, 1] = geometry.q_begin[request]
+    tiles[:, 2] = row_begin
+    tiles[:, 3] = num_rows
+    if span.window_left >= 0:
+        kv_begin = np.minimum(np.maximum(position + row_begin // group_size - span.window_left, 0), kv_end)
+        tiles[:, 4] = kv_begin // kv_tile * kv_tile
+    else:
+        tiles[:, 4] = 0
+    tiles[:, 5] = kv_end
+    tiles[:, 6] = kv_len
+    tiles[:, 7] = geometry.kv_base[request]
+    tiles[:, 8] = geometry.qo_len[request]
+    tiles[:, 9] = -1
+    tiles[:, 10] = 0
+    tiles[:, 11] = 0 if mask_begin is None else mask_begin[request]
+    return tiles
+
+
+def tile_iterations(tiles: npt.NDArray[np.int32], kv_tile: int) -> npt.NDArray[np.int64]:
+    """Iterations of each tile's units: at least one, so that a tile without keys still gets its zeros written."""
+    keys = tiles[:, 5].astype(np.int64) - tiles[:, 4]
+    return np.maximum(-(-keys // kv_tile), 1)

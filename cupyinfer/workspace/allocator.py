@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One allocator for sizing and for placing: the same calls give the same offsets, with or without a buffer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cupyinfer.errors import ArgumentError, StateError, WorkspaceError
+
+#: Workspace buffers begin at a multiple of this many bytes, so that offsets alone decide every alignment up to it.
+WORKSPACE_ALIGNMENT = 16
+
+
+def buffer_address(buffer: Any) -> int:
+    """Address of the first byte of a NumPy or CuPy array."""
+    if hasattr(buffer, "__cuda_array_interface__"):
+        return int(buffer.data.ptr)
+    return int(buffer.__array_interface__["data"][0])
+
+
+def check_alignment(buffer: Any, name: str) -> None:
+    """Raise WorkspaceError unless `buffer`, a NumPy or CuPy array, begins at a multiple of WORKSPACE_ALIGNMENT."""
+    misaligned = buffer_address(buffer) % WORKSPACE_ALIGNMENT if buffer.nbytes else 0
+    if misaligned:
+        raise WorkspaceError(f"{name}: begins {misaligned} bytes past a multiple of {WORKSPACE_ALIGNMENT}, it needs {WORKSPACE_ALIGNMENT}-byte alignment")
+
+
+class AlignedAllocator:
+    """Hands out aligned regions of one buffer, or only counts them.
+
+    *Counting*, ``AlignedAllocator()``: no memory, offsets start at 0, nothing can overflow.
+    *Placing*, ``AlignedAllocator(buffer)``: the same calls give the same offsets, and views of `buffer` on request.
+    So the bytes a counting allocator ends with are the bytes a placing one needs, and one byte less overflows.
+
+    Args:
+        buffer: a contiguous NumPy or CuPy array, 16-byte aligned, or None to count.
+        name: what errors call the buffer.
+
+    Raises:
+        WorkspaceError: the buffer is not aligned, or not contiguous.
+    """
+
+    def __init__(self, buffer: Any = None, name: str = "workspace") -> None:
+        self.name = name
+        self._bytes = None
+        self._capacity: int | None = None
+        self._allocated = 0
+        if buffer is not None:
+            if not buffer.flags.c_contiguous:
+                raise WorkspaceError(f"{name}: the buffer is strided, a workspace is contiguous")
+            check_alignment(buffer, name)
+            self._bytes = buffer.reshape(-1).view("uint8")
+            self._capacity = int(self._bytes.size)
+
+    @property
+    def num_allocated_bytes(self) -> int:
+        """Bytes from the start of the buffer to the end of the last region."""
+        return self._allocated
+
+    def aligned_alloc_offset(self, size: int, alignment: int, name: str) -> int:
+        """Reserve `size` bytes and return their offset from the start of the buffer.
+
+        Args:
+            size: bytes, zero allowed.
+            alignment: a power of two; the offset is a multiple of it.
+            name: what errors call the region.
+
+        Raises:
+            ArgumentError: a negative size, or an alignment that is no power of two.
+            WorkspaceError: the region does not fit; the allocator is unchanged.
+        """
+        if size < 0:
+            raise ArgumentError(f"{name}: cannot allocate {size} bytes")
+        if alignment < 1 or alignment & (alignment - 1):
+            raise ArgumentError(f"{name}: alignment {alignment} is not a power of two")
+        offset = -(-self._allocated // alignment) * alignment
+        if self._capacity is not None:
+            if alignment > WORKSPACE_ALIGNMENT and self._capacity and buffer_address(self._bytes) % alignment:
+                raise WorkspaceError(f"{self.name}: region {name} needs {alignment}-byte alignment, which the buffer's start does not have")
+            if offset + size > self._capacity:
+                raise WorkspaceError(
+                    f"{self.name} is too small for region {name}: {size} bytes aligned to {alignment} at offset {offset} "
+                    f"need {offset + size} bytes, the buffer has {self._capacity} ({max(0, self._capacity - offset)} left)"
+                )
+        self._allocated = offset + size
+        return offset
+
+    def aligned_alloc(self, size: int, alignment: int, name: str) -> Any:
+        """Reserve `size` bytes and return them as a uint8 view of the buffer.
+
+        Raises:
+            StateError: this allocator only counts.
+            WorkspaceError: as for `aligned_alloc_offset`.
+        """
+        if self._bytes is None:
+            raise StateError(f"{self.name}: a counting allocator has no memory to return for region {name}")
+        offset = self.aligned_alloc_offset(size, alignment, name)
+        return self._bytes[offset : offset + size]

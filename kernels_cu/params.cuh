@@ -1,0 +1,37 @@
+// SPDX-License-Identifier: Apache-2.0
+// The one argument of every attention kernel; cupyinfer/backends/params.py mirrors it field by field.
+#pragma once
+
+struct AttentionParams {
+  // Arrays. Strides are in elements; the head dimension is contiguous.
+  const void* q;    // [num_tokens, num_qo_heads, head_dim_qk]
+  const void* k;    // paged: [num_pages, page_size, num_kv_heads, head_dim_qk] by strides; ragged: [num_keys, ...]
+  const void* v;
+  void* o;          // [num_tokens, num_qo_heads, head_dim_vo]
+  float* lse;       // [num_tokens, num_qo_heads] contiguous, base 2, or null
+  // The plan: records as docs/ARCHITECTURE.md lists them.
+  const int* tiles;
+  const int* cta_work;
+  int* merge_groups;
+  const int* page_indices;
+  float* partial_o;
+  float* partial_lse;
+  // Optional per-head values, null when absent.
+  const float* alibi_slopes;  // [num_qo_heads]
+  const float* sinks;         // [num_qo_heads], natural-log logits
+  const float* k_scale;       // [num_kv_heads]
+  const float* v_scale;       // [num_kv_heads]
+  const unsigned char* mask;  // packed custom mask, little-endian bits
+  long long q_stride_token, q_stride_head;
+  long long k_stride_page, k_stride_token, k_stride_head;
+  long long v_stride_page, v_stride_token, v_stride_head;
+  long long o_stride_token, o_stride_head;
+  int num_qo_heads, num_kv_heads, group_size, page_size;
+  int causal, window_left;    // window_left < 0: no window
+  float sm_scale;             // includes a per-tensor k_scale
+  float logits_soft_cap;      // used only by variants with a soft cap
+  float v_scale_tensor;       // per-tensor v_scale, 1 when absent
+  float rope_rcp_scale;       // 1 / rope_scale
+  float rope_log2_theta;      // log2(rope_theta)
+  int unused;
+};

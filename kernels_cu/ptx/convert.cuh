@@ -1,0 +1,46 @@
+// SPDX-License-Identifier: Apache-2.0
+// Conversions between float and the 16-bit and 8-bit element types.
+#pragma once
+
+// Two floats rounded to a pair of `kElement`, `low` in the low half.
+template <Element kElement>
+__device__ __forceinline__ unsigned pack_pair(float low, float high) {
+  unsigned packed;
+  if constexpr (kElement == Element::kBfloat16) {
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  } else {
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  }
+  return packed;
+}
+
+template <Element kElement>
+__device__ __forceinline__ void unpack_pair(unsigned packed, float& low, float& high) {
+  if constexpr (kElement == Element::kBfloat16) {
+    low = __uint_as_float(packed << 16);
+    high = __uint_as_float(packed & 0xffff0000u);
+  } else {
+    asm("{.reg .b16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h;}" : "=f"(low), "=f"(high) : "r"(packed));
+  }
+}
+
+// Two fp8 values in the low 16 bits of `packed` to a pair of halves, exactly.
+__device__ __forceinline__ unsigned fp8_pair_to_half(unsigned packed) {
+  if constexpr (kKvElement == Element::kE5m2) {
+    // e5m2 is the upper byte of a half.
+    return __byte_perm(packed, 0, 0x1404);
+  } else {
+#if __CUDA_ARCH__ >= 890
+    unsigned pair;
+    asm("{.reg .b16 t; cvt.u16.u32 t, %1; cvt.rn.f16x2.e4m3x2 %0, t;}" : "=r"(pair) : "r"(packed));
+    return pair;
+#else
+    // sign to bit 15, exponent and mantissa to bits 13..7; the exponent bias of half is 8 larger, so scale by 2^8.
+    unsigned spread = __byte_perm(packed, 0, 0x1404);
+    unsigned bits = (spread & 0x80008000u) | ((spread & 0x7f007f00u) >> 1);
+    unsigned pair;
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(pair) : "r"(bits), "r"(0x5c005c00u));
+    return pair;
+#endif
+  }
+}

@@ -1,0 +1,16 @@
+// SPDX-License-Identifier: Apache-2.0
+// Asynchronous 16-byte copies from global to shared memory.
+#pragma once
+
+// Copy 16 bytes past L1, or fill them with zeros when `valid` is false; the source is then not read.
+__device__ __forceinline__ void cp_async_16(unsigned smem, const void* global, bool valid) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(smem), "l"(global), "r"(valid ? 16 : 0) : "memory");
+}
+
+__device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Wait until at most `kPending` of the newest groups of this thread are still in flight.
+template <int kPending>
+__device__ __forceinline__ void cp_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}

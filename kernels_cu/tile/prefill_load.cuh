@@ -1,0 +1,134 @@
+// SPDX-License-Identifier: Apache-2.0
+// Global to shared memory: the query rows of a warp, and the K and V tiles of the CTA.
+#pragma once
+
+#include "ptx/convert.cuh"
+#include "ptx/cp_async.cuh"
+#include "ptx/ldmatrix.cuh"
+#include "ptx/mma.cuh"
+#include "tile/prefill_layout.cuh"
+#include "tile/prefill_rope.cuh"
+
+// Queries that change on their way in: rotated, or turned into the half type and column order of fp8 products.
+constexpr bool kConvertQ = kRope || kFp8Kv;
+// bfloat16 reaches beyond half, so its rows are scaled by a power of two on their way to half.
+constexpr bool kScaleQRows = kMmaElement != kQElement;
+
+// Element offset in q of the row of the warp's tile that this lane stands for, and whether there is one.
+struct LaneQRow {
+  long long offset;
+  bool valid;
+  int position;
+
+  __device__ __forceinline__ LaneQRow(const AttentionParams& params, const Work& work) {
+    int row_in_tile = warp_idx() * kWarpRows + lane_idx() % kWarpRows;
+    Row row = make_row(params, work.tile, work.segment.kv_head, row_in_tile);
+    valid = row_in_tile < work.tile.num_rows;
+    position = row.position;
+    offset = (static_cast<long long>(work.tile.q_begin) + row.token) * params.q_stride_token + row.head * params.q_stride_head;
+    if (!valid) offset = 0;
+  }
+};
+
+// Copy the warp's query rows as they are; rows past the tile's last become zeros.
+__device__ __forceinline__ void copy_q_rows(const AttentionParams& params, const Work& work, unsigned q_tile) {
+  constexpr int kChunks = kQRowBytes / 16;
+  LaneQRow lane_row(params, work);
+#pragma unroll 4
+  for (int step = 0; step < kWarpRows * kChunks / 32; ++step) {
+    int idx = step * 32 + lane_idx(), row = idx / kChunks, chunk = idx % kChunks;
+    long long offset = __shfl_sync(kFullWarp, lane_row.offset, row);
+    bool valid = warp_idx() * kWarpRows + row < work.tile.num_rows;
+    cp_async_16(q_tile + Swizzle<kQRowBytes>::offset(warp_idx() * kWarpRows + row, chunk),
+                static_cast<const unsigned char*>(params.q) + offset * 2 + chunk * 16, valid);
+  }
+}
+
+// Byte offset, in a row of the query tile, of dims i and i + 1 (i even). ldmatrix reads fp8 keys as 16-bit units, which
+// gives a lane dims 4c .. 4c + 3 of 16 where the product wants 2c, 2c + 1 and 2c + 8, 2c + 9: queries take the same order.
+__device__ __forceinline__ unsigned q_pair_offset(int row_in_tile, int i) {
+  int pair = i / 2 % 8;
+  if constexpr (kFp8Kv) pair = pair / 2 + pair % 2 * 4;
+  return Swizzle<kQRowBytes>::offset(row_in_tile, i / 16 * 2 + pair / 4) + pair % 4 * 4;
+}
+
+// The factor that brings a row's largest magnitude to [2^14, 2^15), where half still has all its digits, from that
+// magnitude's bits; and its inverse. Both are powers of two inside float's range.
+__device__ __forceinline__ float2 half_range_scale(unsigned largest) {
+  unsigned exponent = max(largest >> 23, 15u);
+  return {__uint_as_float((268u - exponent) << 23), __uint_as_float((exponent - 14u) << 23)};
+}
+
+// Load, rotate and convert the warp's query rows, one row at a time; `row_scales` gets what undoes the scaling to half.
+__device__ __forceinline__ void convert_q_rows(const AttentionParams& params, const Work& work, unsigned char* q_tile, const float2* turns,
+                                               float* row_scales) {
+  constexpr int kSteps = (kHeadDimQk / 2 + 63) / 64;
+  LaneQRow lane_row(params, work);
+#pragma unroll 2
+  for (int r = 0; r < kWarpRows; ++r) {
+    int row_in_tile = warp_idx() * kWarpRows + r;
+    const unsigned short* source = static_cast<const unsigned short*>(params.q) + __shfl_sync(kFullWarp, lane_row.offset, r);
+    float position = static_cast<float>(__shfl_sync(kFullWarp, lane_row.position, r));
+    float value[kSteps][4] = {};
+    unsigned largest = 0;
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      int i = (step * 32 + lane_idx()) * 2;
+      if (i >= kHeadDimQk / 2 || row_in_tile >= work.tile.num_rows) continue;
+      float(&x)[4] = value[step];
+      unpack_pair<kQElement>(__ldg(reinterpret_cast<const unsigned*>(source + i)), x[0], x[1]);
+      unpack_pair<kQElement>(__ldg(reinterpret_cast<const unsigned*>(source + i + kHeadDimQk / 2)), x[2], x[3]);
+      if constexpr (kRope) {
+        rotate(rope_cos_sin(turns[i], position), x[0], x[2]);
+        rotate(rope_cos_sin(turns[i + 1], position), x[1], x[3]);
+      }
+      largest = __float_as_uint(fmaxf(__uint_as_float(largest), fmaxf(fmaxf(fabsf(x[0]), fabsf(x[1])), fmaxf(fabsf(x[2]), fabsf(x[3])))));
+    }
+    float scale = 1.f;
+    if constexpr (kScaleQRows) {
+      float2 there_and_back = half_range_scale(__reduce_max_sync(kFullWarp, largest));
+      scale = there_and_back.x;
+      if (lane_idx() == 0) row_scales[row_in_tile] = there_and_back.y;
+    }
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      int i = (step * 32 + lane_idx()) * 2;
+      if (i >= kHeadDimQk / 2) continue;
+      const float(&x)[4] = value[step];
+      *reinterpret_cast<unsigned*>(q_tile + q_pair_offset(row_in_tile, i)) = pack_pair<kMmaElement>(x[0] * scale, x[1] * scale);
+      *reinterpret_cast<unsigned*>(q_tile + q_pair_offset(row_in_tile, i + kHeadDimQk / 2)) = pack_pair<kMmaElement>(x[2] * scale, x[3] * scale);
+    }
+  }
+}
+
+// Every warp fills its own rows of the query tile, and only they are read by it.
+__device__ __forceinline__ void load_q_tile(const AttentionParams& params, const Work& work, unsigned char* q_tile, const float2* turns, float* row_scales) {
+  if constexpr (kConvertQ) {
+    convert_q_rows(params, work, q_tile, turns, row_scales);
+  } else {
+    copy_q_rows(params, work, smem_address(q_tile));
+  }
+}
+
+// Where the key this lane looks up for its warp lies; lanes l and l + 16 look up the same one. Nothing is read for keys
+// past the segment: their page may not exist.
+__device__ __forceinline__ KvSlot lane_kv_slot(const AttentionParams& params, const Work& work, int key_begin) {
+  int key = key_begin + warp_idx() * kWarpKeys + lane_idx() % kWarpKeys;
+  return key < work.segment.kv_end ? kv_slot(params, work.tile, key) : KvSlot{0, 0};
+}
+
+// Start the warp's 16 rows of a K or V tile; rows past the segment's last key become zeros.
+template <bool kIsK>
+__device__ __forceinline__ void load_kv_tile(const AttentionParams& params, const Work& work, int key_begin, KvSlot slot, unsigned tile) {
+  constexpr int kRowBytes = kIsK ? kKRowBytes : kVRowBytes, kChunks = kRowBytes / 16;
+  static_assert(kWarpKeys * kChunks % 32 == 0, "every lane copies the same number of chunks");
+  const unsigned char* base = static_cast<const unsigned char*>(kIsK ? params.k : params.v);
+  int kv_head = work.segment.kv_head, num_keys = work.segment.kv_end - key_begin - warp_idx() * kWarpKeys;
+  long long lane_offset = kIsK ? k_row_offset(params, slot, kv_head) : v_row_offset(params, slot, kv_head);
+#pragma unroll
+  for (int step = 0; step < kWarpKeys * kChunks / 32; ++step) {
+    int idx = step * 32 + lane_idx(), row = idx / kChunks, chunk = idx % kChunks;
+    long long offset = __shfl_sync(kFullWarp, lane_offset, row);
+    cp_async_16(tile + Swizzle<kRowBytes>::offset(warp_idx() * kWarpKeys + row, chunk), base + offset + chunk * 16, row < num_keys);
+  }
+}

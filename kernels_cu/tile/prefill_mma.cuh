@@ -1,0 +1,156 @@
+// SPDX-License-Identifier: Apache-2.0
+// The two matrix products of an iteration: logits = Q K^T, and output += softmax(logits) V.
+#pragma once
+
+#include "tile/softmax_rows.cuh"
+
+// Byte offset, in a K tile, of the row and first chunk this lane addresses for ldmatrix. 16-bit keys: 16 keys by two
+// chunks. 8-bit keys: 32 keys by one chunk, which holds all 16 dims of a step.
+__device__ __forceinline__ unsigned k_lane_offset() {
+  int lane = lane_idx();
+  return kFp8Kv ? Swizzle<kKRowBytes>::offset(lane, 0) : Swizzle<kKRowBytes>::offset(lane / 16 * 8 + lane % 8, lane / 8 % 2);
+}
+
+// Rotate the fp8 keys of two steps of 16 dims that are head_dim / 2 apart, in registers: their rotated values need 16 bits.
+__device__ __forceinline__ void rotate_fp8_fragments(unsigned (&low)[2], unsigned (&high)[2], const float2* turns, float position) {
+  rotate_pair<kMmaElement>(low[0], high[0], rope_cos_sin(turns[0], position), rope_cos_sin(turns[1], position));
+  rotate_pair<kMmaElement>(low[1], high[1], rope_cos_sin(turns[2], position), rope_cos_sin(turns[3], position));
+}
+
+__device__ __forceinline__ void load_q_fragments(unsigned (&a)[kRowTiles][4], unsigned q_lane, int step) {
+#pragma unroll
+  for (int m = 0; m < kRowTiles; ++m) ldmatrix_x4(a[m], Swizzle<kQRowBytes>::advance(q_lane, step * 2) + m * 16 * kQRowBytes);
+}
+
+// 16-bit keys: one step of 16 dims.
+__device__ __forceinline__ void logits_step(Logits& s, unsigned q_lane, unsigned k_lane, int step) {
+  unsigned a[kRowTiles][4];
+  load_q_fragments(a, q_lane, step);
+#pragma unroll
+  for (int pair = 0; pair < kKeyTiles / 2; ++pair) {
+    unsigned b[4];
+    ldmatrix_x4(b, Swizzle<kKRowBytes>::advance(k_lane, step * 2) + pair * 16 * kKRowBytes);
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+      mma_m16n8k16(s[m][pair * 2], a[m], b[0], b[1]);
+      mma_m16n8k16(s[m][pair * 2 + 1], a[m], b[2], b[3]);
+    }
+  }
+}
+
+// 8-bit keys: one step of 16 dims.
+__device__ __forceinline__ void logits_step_fp8(Logits& s, unsigned q_lane, unsigned k_lane, int step) {
+  unsigned a[kRowTiles][4];
+  load_q_fragments(a, q_lane, step);
+#pragma unroll
+  for (int quad = 0; quad < kKeyTiles / 4; ++quad) {
+    unsigned b[4];
+    ldmatrix_x4(b, Swizzle<kKRowBytes>::advance(k_lane, step) + quad * 32 * kKRowBytes);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      unsigned b0 = fp8_pair_to_half(b[j] & 0xffffu), b1 = fp8_pair_to_half(b[j] >> 16);
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) mma_m16n8k16(s[m][quad * 4 + j], a[m], b0, b1);
+    }
+  }
+}
+
+// 8-bit keys that turn: steps `step` and `step + head_dim / 32` together.
+__device__ __forceinline__ void logits_step_fp8_rope(Logits& s, unsigned q_lane, unsigned k_lane, int step, const float2* turns, int key_begin) {
+  constexpr int kPartner = kHeadDimQk / 32;
+  const float2* lane_turns = turns + step * 16 + lane_idx() % 4 * 4;
+#pragma unroll
+  for (int quad = 0; quad < kKeyTiles / 4; ++quad) {
+    unsigned b_low[4], b_high[4];
+    ldmatrix_x4(b_low, Swizzle<kKRowBytes>::advance(k_lane, step) + quad * 32 * kKRowBytes);
+    ldmatrix_x4(b_high, Swizzle<kKRowBytes>::advance(k_lane, step + kPartner) + quad * 32 * kKRowBytes);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      int n = quad * 4 + j;
+      unsigned low[2] = {fp8_pair_to_half(b_low[j] & 0xffffu), fp8_pair_to_half(b_low[j] >> 16)};
+      unsigned high[2] = {fp8_pair_to_half(b_high[j] & 0xffffu), fp8_pair_to_half(b_high[j] >> 16)};
+      rotate_fp8_fragments(low, high, lane_turns, static_cast<float>(key_begin + n * 8 + lane_idx() / 4));
+      unsigned a[kRowTiles][4];
+      load_q_fragments(a, q_lane, step);
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) mma_m16n8k16(s[m][n], a[m], low[0], low[1]);
+      load_q_fragments(a, q_lane, step + kPartner);
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) mma_m16n8k16(s[m][n], a[m], high[0], high[1]);
+    }
+  }
+}
+
+// Raw products of the warp's rows with the 64 keys of a tile.
+__device__ __forceinline__ void compute_logits(Logits& s, unsigned q_tile, unsigned k_tile, const float2* turns, int key_begin) {
+  int lane = lane_idx();
+  unsigned q_lane = q_tile + Swizzle<kQRowBytes>::offset(warp_idx() * kWarpRows + lane % 16, lane / 16);
+  unsigned k_lane = k_tile + k_lane_offset();
+#pragma unroll
+  for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+    for (int n = 0; n < kKeyTiles; ++n) s[m][n][0] = s[m][n][1] = s[m][n][2] = s[m][n][3] = 0.f;
+  }
+  if constexpr (kFp8Kv && kRope) {
+#pragma unroll
+    for (int step = 0; step < kHeadDimQk / 32; ++step) logits_step_fp8_rope(s, q_lane, k_lane, step, turns, key_begin);
+  } else {
+#pragma unroll
+    for (int step = 0; step < kHeadDimQk / 16; ++step) {
+      if constexpr (kFp8Kv) {
+        logits_step_fp8(s, q_lane, k_lane, step);
+      } else {
+        logits_step(s, q_lane, k_lane, step);
+      }
+    }
+  }
+}
+
+// Exponentials of 16 keys, summed, and packed as the left operand of a product.
+__device__ __forceinline__ void exponentials(unsigned (&p)[kRowTiles][4], const Logits& s, RowState& state, int step) {
+#pragma unroll
+  for (int r = 0; r < kThreadRows; ++r) {
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const float(&x)[4] = s[r / 2][step * 2 + j];
+      float low = ex2(fmaf(x[r % 2 * 2], state.exponent_scale(r), -state.max[r]));
+      float high = ex2(fmaf(x[r % 2 * 2 + 1], state.exponent_scale(r), -state.max[r]));
+      state.sum[r] += low + high;
+      p[r / 2][j * 2 + r % 2] = pack_pair<kMmaElement>(low, high);
+    }
+  }
+}
+
+// output += exponentials of the logits times the V tile.
+__device__ __forceinline__ void accumulate_output(Output& o, const Logits& s, RowState& state, unsigned v_tile) {
+  unsigned v_lane = v_tile + Swizzle<kVRowBytes>::offset(lane_idx() % 16, lane_idx() / 16);
+#pragma unroll
+  for (int step = 0; step < kKvTile / 16; ++step) {
+    unsigned p[kRowTiles][4];
+    exponentials(p, s, state, step);
+#pragma unroll
+    for (int pair = 0; pair < kVRowBytes / 32; ++pair) {
+      unsigned b[4];
+      ldmatrix_x4_trans(b, Swizzle<kVRowBytes>::advance(v_lane, pair * 2) + step * 16 * kVRowBytes);
+      if constexpr (kFp8Kv) {
+        // A lane gets dims 2g, 2g + 1 of keys 2c, 2c + 1: the even dims of a 16-wide block make one column tile, the odd ones another.
+#pragma unroll
+        for (int block = 0; block < 2; ++block) {
+#pragma unroll
+          for (int odd = 0; odd < 2; ++odd) {
+            unsigned b0 = fp8_pair_to_half(__byte_perm(b[block * 2], 0, odd ? 0x4431 : 0x4420));
+            unsigned b1 = fp8_pair_to_half(__byte_perm(b[block * 2 + 1], 0, odd ? 0x4431 : 0x4420));
+#pragma unroll
+            for (int m = 0; m < kRowTiles; ++m) mma_m16n8k16(o[m][pair * 4 + block * 2 + odd], p[m], b0, b1);
+          }
+        }
+      } else {
+#pragma unroll
+        for (int m = 0; m < kRowTiles; ++m) {
+          mma_m16n8k16(o[m][pair * 2], p[m], b[0], b[1]);
+          mma_m16n8k16(o[m][pair * 2 + 1], p[m], b[2], b[3]);
+        }
+      }
+    }
+  }
+}

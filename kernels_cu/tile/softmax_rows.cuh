@@ -1,0 +1,112 @@
+// SPDX-License-Identifier: Apache-2.0
+// Online softmax over rows spread on four lanes each: from raw products to masked logits, and the running maximum.
+#pragma once
+
+#include "ptx/math.cuh"
+#include "tile/prefill_load.cuh"
+
+// Logits that a soft cap or ALiBi has already brought to the log2 domain; others are scaled inside the exponent.
+constexpr bool kTransformLogits = kSoftCap || kAlibi;
+// Growth of a row's maximum, in powers of two, that the exponentials take on before the output is rescaled. Half holds 2^8.
+constexpr float kLazyGrowth = 8.f;
+// Stands for the maximum of a row that has seen no key: finite, so that -inf minus it is still -inf.
+constexpr float kNoMax = -1e30f;
+
+struct RowState {
+  float scale[kThreadRows];    // from a raw product to a logit in the log2 domain, positive
+  float max[kThreadRows];      // reference of the exponentials in the log2 domain, at most kLazyGrowth below the true maximum
+  float sum[kThreadRows];      // this thread's share of the sum of exponentials
+
+  __device__ __forceinline__ RowState(const AttentionParams& params, int kv_head, const float* row_scales) {
+    float common = params.sm_scale * (params.k_scale != nullptr ? __ldg(params.k_scale + kv_head) : 1.f);
+    if constexpr (!kSoftCap) common *= kLog2E;
+#pragma unroll
+    for (int r = 0; r < kThreadRows; ++r) {
+      // A scale of zero would turn a masked -inf into NaN.
+      scale[r] = fmaxf(kScaleQRows ? common * row_scales[thread_row(r)] : common, 1e-30f);
+      max[r] = kNoMax, sum[r] = 0.f;
+    }
+  }
+  // Multiplier inside the exponent.
+  __device__ __forceinline__ float exponent_scale(int r) const { return kTransformLogits ? 1.f : scale[r]; }
+};
+
+// Soft cap, then ALiBi; the results are in the log2 domain.
+__device__ __forceinline__ void transform_logits(const AttentionParams& params, const Work& work, int key_begin, const RowState& state, Logits& s) {
+  float rcp_cap = kSoftCap ? 1.f / params.logits_soft_cap : 1.f;
+#pragma unroll
+  for (int r = 0; r < kThreadRows; ++r) {
+    float slope = 0.f, bias = 0.f;
+    if constexpr (kAlibi) {
+      Row row = make_row(params, work.tile, work.segment.kv_head, thread_row(r));
+      slope = thread_row(r) < work.tile.num_rows ? __ldg(params.alibi_slopes + row.head) * kLog2E : 0.f;
+      bias = slope * static_cast<float>(key_begin + lane_idx() % 4 * 2 - row.position);
+    }
+#pragma unroll
+    for (int n = 0; n < kKeyTiles; ++n) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        float& x = s[r / 2][n][r % 2 * 2 + e];
+        x *= state.scale[r];
+        if constexpr (kSoftCap) x = params.logits_soft_cap * kLog2E * tanh_ex2(x * rcp_cap);
+        if constexpr (kAlibi) x += fmaf(slope, static_cast<float>(n * 8 + e), bias);
+      }
+    }
+  }
+}
+
+// Set the logits of keys outside each row's interval, or removed by the custom mask, to -inf.
+__device__ __forceinline__ void mask_logits(const AttentionParams& params, const Work& work, int key_begin, Logits& s) {
+#pragma unroll
+  for (int r = 0; r < kThreadRows; ++r) {
+    Row row = make_row(params, work.tile, work.segment.kv_head, thread_row(r));
+    int first_key = key_begin + lane_idx() % 4 * 2;
+    int lo = row.lo - first_key, hi = min(row.hi, work.segment.kv_end - 1) - first_key;
+#pragma unroll
+    for (int n = 0; n < kKeyTiles; ++n) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        bool visible = n * 8 + e >= lo && n * 8 + e <= hi;
+        if constexpr (kCustomMask) visible = visible && custom_mask_bit(params, work.tile, row, first_key + n * 8 + e);
+        if (!visible) s[r / 2][n][r % 2 * 2 + e] = neg_inf();
+      }
+    }
+  }
+}
+
+// Take the logits of one iteration into the running maximum. Output and sum are rescaled only when a maximum of the warp
+// has grown by more than kLazyGrowth: the reference cancels in the end, and most iterations leave 128 multiplications out.
+__device__ __forceinline__ void update_softmax(const Logits& s, RowState& state, Output& o) {
+  float row_max[kThreadRows];
+  bool grown = false;
+#pragma unroll
+  for (int r = 0; r < kThreadRows; ++r) {
+    float x = neg_inf();
+#pragma unroll
+    for (int n = 0; n < kKeyTiles; ++n) x = fmaxf(x, fmaxf(s[r / 2][n][r % 2 * 2], s[r / 2][n][r % 2 * 2 + 1]));
+    x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, 1));
+    x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, 2));
+    row_max[r] = x * state.exponent_scale(r);
+    grown |= row_max[r] - state.max[r] > kLazyGrowth;
+  }
+  if (!__any_sync(kFullWarp, grown)) return;
+#pragma unroll
+  for (int r = 0; r < kThreadRows; ++r) {
+    float new_max = fmaxf(state.max[r], row_max[r]);
+    float rescale = ex2(state.max[r] - new_max);
+    state.max[r] = new_max;
+    state.sum[r] *= rescale;
+#pragma unroll
+    for (int n = 0; n < kDimTiles; ++n) o[r / 2][n][r % 2 * 2] *= rescale, o[r / 2][n][r % 2 * 2 + 1] *= rescale;
+  }
+}
+
+// The whole row's state, on each of its four lanes, as finish_row and finish_part take it.
+__device__ __forceinline__ void reduce_rows(RowState& state) {
+#pragma unroll
+  for (int r = 0; r < kThreadRows; ++r) {
+    state.sum[r] += __shfl_xor_sync(kFullWarp, state.sum[r], 1);
+    state.sum[r] += __shfl_xor_sync(kFullWarp, state.sum[r], 2);
+    if (state.sum[r] == 0.f) state.max[r] = neg_inf();
+  }
+}

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every test shares: skipping without a GPU, the kernel cache, the backends, and how Hypothesis runs."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections import Counter
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+CACHE_VARIABLE = "CUPYINFER_CACHE_DIR"
+NO_GPU = "no CUDA GPU here"
+
+# One cache for all test processes and runs: entries are keyed by content, so an old one is never wrong.
+os.environ.setdefault(CACHE_VARIABLE, str(ROOT / ".cache" / "kernels"))
+
+# The machine decides how long an example takes, never what it does: no deadline, and the same examples everywhere.
+hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, max_examples=60)
+hypothesis.settings.register_profile("thorough", deadline=None, max_examples=2000)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+@functools.cache
+def has_gpu() -> bool:
+    """Whether CuPy is installed and its driver sees at least one device."""
+    try:
+        from cupy.cuda import runtime
+    except ModuleNotFoundError:
+        return False
+    try:
+        return int(runtime.getDeviceCount()) > 0
+    except runtime.CUDARuntimeError:
+        return False
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--require-gpu", action="store_true", help="fail at once where there is no CUDA GPU, instead of skipping its tests")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--require-gpu") and not has_gpu():
+        raise pytest.UsageError(f"--require-gpu: {NO_GPU}")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
+    if gpu_items and not has_gpu():
+        for item in gpu_items:
+            item.add_marker(pytest.mark.skip(reason=NO_GPU))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say how many tests were skipped, one line per reason."""
+    reports = terminalreporter.stats.get("skipped", [])
+    reasons = Counter(str(report.longrepr[2]).removeprefix("Skipped: ") for report in reports)
+    num_gpu = reasons.pop(NO_GPU, 0)
+    if num_gpu:
+        terminalreporter.write_line(f"{num_gpu} GPU tests not run: {NO_GPU} (pytest -m gpu selects them)")
+    for reason, count in reasons.items():
+        terminalreporter.write_line(f"{count} tests skipped: {reason}")
+
+
+@pytest.fixture
+def fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty kernel cache for tests of the cache itself; every other test shares one."""
+    cache = tmp_path / "kernel-cache"
+    monkeypatch.setenv(CACHE_VARIABLE, str(cache))
+    return cache
+
+
+@pytest.fixture(params=[pytest.param("host"), pytest.param("fa2", marks=pytest.mark.gpu)])
+def backend(request: pytest.FixtureRequest) -> str:
+    """Every backend in turn, so that one test body covers all of them."""
+    return str(request.param)

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run without a GPU says how much it left out, and does not pass where a GPU was asked for."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.conftest import CACHE_VARIABLE
+from tests.project.tree import ROOT
+
+TESTS = """
+import pytest
+
+@pytest.mark.gpu
+def test_needs_gpu(): pass
+
+def test_each(backend): assert backend in ("host", "fa2")
+
+def test_host(): pytest.skip("a reason of its own")
+"""
+
+
+def run_pytest(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run TESTS under the project's conftest and settings in a process where CUDA sees no device."""
+    (tmp_path / "conftest.py").write_bytes((ROOT / "tests" / "conftest.py").read_bytes())
+    (tmp_path / "test_sample.py").write_text(TESTS)
+    command = [sys.executable, "-m", "pytest", "-c", str(ROOT / "pyproject.toml"), "--rootdir", str(tmp_path), "-p", "no:cacheprovider"]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    environment.pop("PYTEST_ADDOPTS", None)
+    return subprocess.run([*command, *arguments, str(tmp_path)], env=environment, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_skips_are_counted_by_reason(tmp_path: Path) -> None:
+    done = run_pytest(tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 GPU tests not run: no CUDA GPU here (pytest -m gpu selects them)" in done.stdout
+    assert "1 tests skipped: a reason of its own" in done.stdout
+    assert "1 passed, 3 skipped" in done.stdout
+
+
+def test_require_gpu_fails_without_one(tmp_path: Path) -> None:
+    done = run_pytest(tmp_path, "-m", "gpu", "--require-gpu")
+    assert done.returncode == 4
+    assert "--require-gpu: no CUDA GPU here" in done.stderr
+
+
+def test_fresh_cache_is_private(fresh_cache: Path, tmp_path: Path) -> None:
+    assert os.environ[CACHE_VARIABLE] == str(fresh_cache)
+    assert fresh_cache.is_relative_to(tmp_path)
+    assert not fresh_cache.exists()
