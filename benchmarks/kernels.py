@@ -25,27 +25,31 @@ __device__ __forceinline__ uint4 load_once(const uint4* p) {
   return v;
 }
 
-// Each CTA walks blocks of THREADS * UNROLL vectors in grid stride; every load of a block is issued before the first is used.
-// The asm is volatile, so no load can be dropped although the folded value is stored only when it hits one word in 2^32.
+__device__ __forceinline__ u32 fold(uint4 v) { return v.x ^ v.y ^ v.z ^ v.w; }
+
+// Each CTA walks blocks of THREADS * UNROLL vectors in grid stride; the loads of a whole block do not wait for one
+// another. The asm is volatile, so none is dropped although the folded value is stored only when it hits one word in 2^32.
 template <int UNROLL>
 __device__ __forceinline__ void stream(const uint4* __restrict__ data, u64 count, u32* sink) {
-  const u64 block = (u64)blockDim.x * UNROLL;
+  const u64 block = (u64)THREADS * UNROLL;
   u32 folded = 0;
   for (u64 base = blockIdx.x * block; base < count; base += gridDim.x * block) {
-    uint4 v[UNROLL];
+    const uint4* p = data + base + threadIdx.x;
+    if (base + block <= count) {
+      uint4 v[UNROLL];
 #pragma unroll
-    for (int i = 0; i < UNROLL; ++i) {
-      const u64 at = base + (u64)i * blockDim.x + threadIdx.x;
-      v[i] = at < count ? load_once(data + at) : make_uint4(0, 0, 0, 0);
+      for (int i = 0; i < UNROLL; ++i) v[i] = load_once(p + i * THREADS);
+#pragma unroll
+      for (int i = 0; i < UNROLL; ++i) folded ^= fold(v[i]);
+    } else {
+      for (u64 at = base + threadIdx.x; at < count; at += THREADS) folded ^= fold(load_once(data + at));
     }
-#pragma unroll
-    for (int i = 0; i < UNROLL; ++i) folded ^= v[i].x ^ v[i].y ^ v[i].z ^ v[i].w;
   }
   if (folded == 0x9e3779b9u) *sink = folded;
 }
 
-extern "C" __global__ void stream4(const uint4* data, u64 count, u32* sink) { stream<4>(data, count, sink); }
-extern "C" __global__ void stream8(const uint4* data, u64 count, u32* sink) { stream<8>(data, count, sink); }
+extern "C" __global__ void __launch_bounds__(THREADS) stream4(const uint4* data, u64 count, u32* sink) { stream<4>(data, count, sink); }
+extern "C" __global__ void __launch_bounds__(THREADS) stream8(const uint4* data, u64 count, u32* sink) { stream<8>(data, count, sink); }
 
 __device__ __forceinline__ u64 mix(u64 x) {
   x += 0x9e3779b97f4a7c15ull;
@@ -78,7 +82,7 @@ extern "C" __global__ void fill_float8_e4m3fn(unsigned char* out, u64 count, u64
 @functools.cache
 def function(name: str) -> Any:
     """One kernel of this file by name."""
-    return cupy.RawModule(code=_SOURCE, options=("--std=c++17",)).get_function(name)
+    return cupy.RawModule(code=_SOURCE, options=("--std=c++17", f"-DTHREADS={STREAM_THREADS}")).get_function(name)
 
 
 def launch_stream(data: Any, num_bytes: int, sink: Any, num_ctas: int, unroll: int) -> None:

@@ -102,7 +102,7 @@ class FlashInferDecode:
 
     def supports(self, case: Case) -> bool:
         # The CUDA-core kernel is built for these group sizes alone.
-        return case.kind == "decode" and (self.tensor_cores or case.num_qo_heads // case.num_kv_heads in (1, 2, 3, 4, 8, 16))
+        return case.kind == "decode" and (self.tensor_cores or case.num_qo_heads // case.num_kv_heads in (1, 2, 3, 4, 6, 8, 16))
 
     def prepare(self, data: CaseData) -> Prepared:
         import flashinfer

@@ -33,7 +33,7 @@ def _ours(row: Row, best: Row | None) -> str:
     peer = "" if best is None else f"{best.variant} {_number(best.us)}"
     share = "" if row.share is None else f"{100 * row.share:.0f}%"
     ratio = "" if row.ratio_to_best_peer is None else f"{row.ratio_to_best_peer:.3f}"
-    error = "" if row.relative_error is None else f"{row.relative_error:.1e}"
+    error = "" if row.relative_error is None else f"{row.relative_error:.1e}" + (" wrong" if row.wrong else "")
     host = [_number(row.plan_us, 0), _number(row.run_us, 0)]
     return _line([row.label, row.variant, _number(row.us), rate, share, peer, ratio, *host, _bytes(row), error])
 

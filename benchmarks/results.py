@@ -16,6 +16,10 @@ _PACKAGES = (
     "cupyinfer", "cupy-cuda12x", "cupy-cuda13x", "numpy", "ml-dtypes", "torch", "jax",
     "flashinfer-python", "flash-attn3-jax",
 )  # fmt: skip
+#: Most relative error of a right answer from ours: bf16 rounding of weights and outputs stays near 2e-3.
+_OUR_ERROR = 0.01
+#: The same for peers, some of which compute in fp8 by design.
+_PEER_ERROR = 0.1
 
 
 @dataclass
@@ -62,6 +66,11 @@ class Row:
     failure: str | None = None
 
     @property
+    def wrong(self) -> bool:
+        """Whether the check found another result than attention's."""
+        return self.relative_error is not None and self.relative_error > (_OUR_ERROR if self.ours else _PEER_ERROR)
+
+    @property
     def unit(self) -> str:
         """Unit of `rate` and `ceiling`."""
         return "TB/s" if self.kind == "decode" else "TFLOP/s"
@@ -105,8 +114,8 @@ class Results:
 
 
 def fill_ratios(rows: list[Row]) -> None:
-    """Set `best_peer` and `ratio_to_best_peer` of the rows of one case."""
-    peers = [(row.us, row.variant) for row in rows if not row.ours and row.us is not None]
+    """Set `best_peer` and `ratio_to_best_peer` of the rows of one case; a peer whose result is wrong is no measure."""
+    peers = [(row.us, row.variant) for row in rows if not row.ours and row.us is not None and not row.wrong]
     if not peers:
         return
     best_us, best_peer = min(peers)

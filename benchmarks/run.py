@@ -121,7 +121,7 @@ def describe(row: Row) -> str:
     """One line for the terminal."""
     if row.us is None:
         return f"  {row.variant:24s} {row.failure}"
-    error = "" if row.relative_error is None else f"  error {row.relative_error:.1e}"
+    error = "" if row.relative_error is None else f"  error {row.relative_error:.1e}{' WRONG' if row.wrong else ''}"
     ratio = "" if row.ratio_to_best_peer is None else f"  {row.ratio_to_best_peer:.3f} of best peer"
     host = "".join(f"  {name} {value:.0f} us" for name, value in (("plan", row.plan_us), ("run", row.run_us)) if value is not None)
     return f"  {row.variant:24s} {row.us:9.1f} us  {row.rate:7.2f} {row.unit}  {100 * (row.share or 0):5.1f}%{ratio}{host}{error}"
@@ -160,7 +160,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         draw(results, args.plot)
     if results.skipped_cases:
         print(f"out of time for {len(results.skipped_cases)} cases")
-    return 1 if any(row.ours and row.failure for row in results.rows) else 0
+    return 1 if any(row.ours and (row.failure or row.wrong) for row in results.rows) else 0
 
 
 if __name__ == "__main__":

@@ -57,7 +57,7 @@ def check_rows(view: ArrayView, argument: str) -> None:
     """Raise ArgumentError unless the head dimension, the last axis, has at least one element and is contiguous."""
     if view.shape[-1] < 1:
         raise ArgumentError(f"{argument}: got shape {view.shape}, head_dim must be at least 1")
-    if view.strides[-1] != 1 and view.shape[-1] > 1:
+    if view.strides[-1] != 1 and view.shape[-1] > 1 and 0 not in view.shape:
         raise ArgumentError(f"{argument}: the head dimension has stride {view.strides[-1]}, expected 1; other axes may have any stride")
 
 

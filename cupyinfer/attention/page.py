@@ -93,10 +93,10 @@ def append_paged_kv_cache(
     last_page_len = index_view(kv_last_page_len, "kv_last_page_len", batch_size, "one per request of kv_indptr")
     index_device(device, {**indices, "kv_last_page_len": last_page_len})
     if all(view.device.kind == "cpu" for view in (*indices.values(), last_page_len)):
-        host = [_host_ints(view) for view in indices.values()]
-        _check_indices(*host, _host_ints(last_page_len), caches[0].shape[0], caches[0].shape[1])
+        host = {name: _host_ints(view) for name, view in indices.items()}
+        _check_indices(**host, last_page_len=_host_ints(last_page_len), num_pages=caches[0].shape[0], page_size=caches[0].shape[1])
         if device.kind == "cpu":
-            append.append_host(rows, caches, host)
+            append.append_host(rows, caches, list(host.values()))
             return
     if num_tokens == 0:
         return

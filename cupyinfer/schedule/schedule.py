@@ -83,8 +83,8 @@ class Schedule:
 
 
 def partial_row_budget(num_sms: int, config: TileConfig) -> int:
-    """Rows of partial results no automatic schedule exceeds: two tiles per SM, for tiles of 64 rows two of 128."""
-    return 2 * num_sms * (16 if config.cta_tile_q == 16 else 128)
+    """Rows of partial results that no automatic schedule exceeds: two tiles per SM."""
+    return 2 * num_sms * config.cta_tile_q
 
 
 def make_schedule(
@@ -137,36 +137,38 @@ def _automatic(
     if not may_split:
         return tiles, whole
     total = int(iterations.sum()) * num_kv_heads
-    even = total / grid
-    if shortest == longest:
-        whole_time = -(-num_units // grid) * longest
+    num_whole_units, shares, shared_time = _sharing(config, num_sms, num_units, longest, shortest == longest, total)
+    if config.cta_tile_q == 16 and shortest != longest:
+        worth_it = True  # the parts of 16-row tiles are a few rows, and an even cut cannot lose
     else:
-        # Unequal 16-row tiles are always worth sharing: their parts are a few rows.
-        whole_time = _longest_share(iterations, num_kv_heads, grid) if config.cta_tile_q > 16 else total
-    if whole_time <= _SHARING_GAIN * even:
-        return tiles, whole
-    num_whole_units, shares, split_time = _sharing(config, num_sms, num_units, longest, shortest == longest, total)
-    if shares < 2 or whole_time <= _SHARING_GAIN * split_time:
+        whole_time = -(-num_units // grid) * longest if shortest == longest else _longest_share(iterations, num_kv_heads, grid)
+        worth_it = whole_time * _crowding(num_units, num_sms, grid) > _SHARING_GAIN * shared_time
+    if shares < 2 or not worth_it:
         return tiles, whole
     return tiles, cut_line(iterations, tiles[:, 3], num_kv_heads, grid, num_whole_units, shares)
 
 
+def _crowding(num_ctas: int, num_sms: int, grid: int) -> float:
+    """Time per iteration relative to full SMs: less while every CTA has one to itself."""
+    return _ALONE if num_ctas <= num_sms < grid else 1.0
+
+
 def _sharing(config: TileConfig, num_sms: int, num_units: int, longest: int, equal: bool, total: int) -> tuple[int, int, float]:
-    """How to share: leading whole units, CTAs that share the rest, and the time that takes in iterations."""
+    """How to share: leading whole units, CTAs that share the rest, and the time that takes in iterations of a full SM."""
     grid = num_sms * config.ctas_per_sm
     max_parts = partial_row_budget(num_sms, config) // config.cta_tile_q
-    if config.cta_tile_q == 16 or not equal or num_units < grid:
-        # Every share but the first begins with a cut, and every cut makes at most two parts.
-        shares = min(grid, max_parts // 2 + 1, total // _MIN_SHARE)
-        alone = _ALONE if shares <= num_sms < grid else 1.0
-        return 0, shares, total / max(shares, 1) * alone
-    # Equal units in several waves: only the last, incomplete wave is shared.
     rest = num_units % grid
+    if config.cta_tile_q == 16 or not equal or num_units < grid:
+        # Equal units cut into as many pieces each have no other parts than those. In general every share but the first
+        # begins with a cut, and every cut makes at most two parts.
+        aligned = min(max_parts, grid) // num_units * num_units if equal else 0
+        shares = min(grid, max(max_parts // 2 + 1, aligned), total // _MIN_SHARE)
+        return 0, shares, total / max(shares, 1) * _crowding(shares, num_sms, grid)
+    # Equal units in several waves: only the last, incomplete wave is shared.
     shares = min(grid, max_parts - rest + 1)
     if rest == 0 or shares <= rest:
         return 0, 0, 0.0
-    alone = _ALONE if shares <= num_sms < grid else 1.0
-    return num_units - rest, shares, (num_units // grid) * longest + rest * longest / shares * alone
+    return num_units - rest, shares, num_units // grid * longest + rest * longest / shares * _crowding(shares, num_sms, grid)
 
 
 def _longest_share(iterations: npt.NDArray[np.int64], num_kv_heads: int, grid: int) -> int:

@@ -4,69 +4,78 @@
 
 #include "tile/prefill_output.cuh"
 
-// The K and V tiles of one segment on their way through the ring. `slot` is this lane's key in the next tile to load, looked
-// up one iteration before it is needed.
+// The K and V tiles of one segment on their way through the ring: tile i, which starts at its `key_begin`, lies in stage
+// i % kNumStages. Each load looks the next tile's keys up in the page table, one iteration before they are needed.
 struct KvPipeline {
   unsigned ring;
-  int next_begin;
   KvSlot slot;
 
   __device__ __forceinline__ unsigned k_stage(int iter) const { return ring + (kNumStages == 2 ? (iter & 1) * kStageBytes : 0); }
   __device__ __forceinline__ unsigned v_stage(int iter) const { return k_stage(iter) + kKBytes; }
 
-  __device__ __forceinline__ void load_k(const AttentionParams& params, const Work& work, int iter) {
-    if (next_begin < work.segment.kv_end) load_kv_tile<true>(params, work, next_begin, slot, k_stage(iter));
+  __device__ __forceinline__ void load_k(const AttentionParams& params, const Work& work, int iter, int key_begin) {
+    if constexpr (!kPaged) slot = lane_kv_slot(params, work, key_begin);
+    load_kv_tile<true>(params, work, key_begin, slot, k_stage(iter));
     cp_async_commit();
   }
-  __device__ __forceinline__ void load_v(const AttentionParams& params, const Work& work, int iter) {
-    if (next_begin < work.segment.kv_end) load_kv_tile<false>(params, work, next_begin, slot, v_stage(iter));
+  __device__ __forceinline__ void load_v(const AttentionParams& params, const Work& work, int iter, int key_begin) {
+    load_kv_tile<false>(params, work, key_begin, slot, v_stage(iter));
     cp_async_commit();
-    next_begin += kKvTile;
-    slot = lane_kv_slot(params, work, next_begin);
+    if constexpr (kPaged) slot = lane_kv_slot(params, work, key_begin + kKvTile);
   }
   // Start the first tile of a segment; every warp must be done with the ring.
   __device__ __forceinline__ void begin(const AttentionParams& params, const Work& work) {
-    next_begin = work.segment.kv_begin;
-    slot = lane_kv_slot(params, work, next_begin);
-    load_k(params, work, 0);
-    load_v(params, work, 0);
+    int key_begin = work.segment.kv_begin;
+    if constexpr (kPaged) slot = lane_kv_slot(params, work, key_begin);
+    load_k(params, work, 0, key_begin);
+    load_v(params, work, 0, key_begin);
   }
 };
 
 // All keys of a segment. On entry the first tile is on its way; on return every warp is done with the ring and nothing is.
-__device__ __forceinline__ void attend(const AttentionParams& params, const Work& work, KvPipeline& kv, unsigned char* smem, const float2* turns,
-                                       RowState& state, Output& o) {
-  WarpSpan span(params, work);
+__device__ __forceinline__ void attend(const AttentionParams& params, const Work& work, KvPipeline& kv, const WarpSpan& span, unsigned char* smem,
+                                       const float2* turns, const float* logit_scales, RowState& state, Output& o) {
+  constexpr int kParts = kKvTile / kLogitKeys;
+  constexpr bool kTwoStages = kNumStages == 2;
   unsigned q_tile = smem_address(smem);
 #pragma unroll 1
   for (int iter = 0, key_begin = work.segment.kv_begin; key_begin < work.segment.kv_end; ++iter, key_begin += kKvTile) {
-    bool active = span.sees(key_begin);
-    Logits s;
-    cp_async_wait<kNumStages == 2 ? 0 : 1>();
+    bool active = __any_sync(kFullWarp, span.sees(key_begin));
+    // With two stages the whole tile has arrived, and the next one takes the stage that was read an iteration ago.
+    cp_async_wait<kTwoStages ? 0 : 1>();
     __syncthreads();
-    if constexpr (kNumStages == 2) kv.load_k(params, work, iter + 1), kv.load_v(params, work, iter + 1);
+    if constexpr (kTwoStages) {
+      kv.load_k(params, work, iter + 1, key_begin + kKvTile);
+      kv.load_v(params, work, iter + 1, key_begin + kKvTile);
+    }
     if constexpr (kRope && !kFp8Kv) {
       rotate_k_tile(smem + (kv.k_stage(iter) - q_tile), turns, key_begin);
       __syncthreads();
     }
-    if (active) compute_logits(s, q_tile, kv.k_stage(iter), turns, key_begin);
-    if constexpr (kNumStages == 1) {
-      __syncthreads();
-      kv.load_k(params, work, iter + 1);
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      int first_key = key_begin + part * kLogitKeys;
+      Logits s;
+      if (active) compute_logits(s, q_tile, kv.k_stage(iter) + part * kLogitKeys * kKRowBytes, turns, first_key);
+      // With one stage the next keys load under the second product, the next values under the first.
+      if (!kTwoStages && part == kParts - 1) {
+        __syncthreads();
+        kv.load_k(params, work, iter + 1, key_begin + kKvTile);
+      }
+      if (active) {
+        if constexpr (kTransformLogits) transform_logits(params, work, first_key, logit_scales, s);
+        if (kCustomMask || !span.sees_all(key_begin)) mask_logits(params, work, first_key, s);
+        update_softmax(s, logit_scales, state, o);
+      }
+      if (!kTwoStages && part == 0) {
+        cp_async_wait<kParts == 1 ? 1 : 0>();
+        __syncthreads();
+      }
+      if (active) accumulate_output(o, s, logit_scales, state, kv.v_stage(iter) + part * kLogitKeys * kVRowBytes);
     }
-    if (active) {
-      if constexpr (kTransformLogits) transform_logits(params, work, key_begin, state, s);
-      if (kCustomMask || !span.sees_all(key_begin)) mask_logits(params, work, key_begin, s);
-      update_softmax(s, state, o);
-    }
-    if constexpr (kNumStages == 1) {
-      cp_async_wait<1>();
+    if constexpr (!kTwoStages) {
       __syncthreads();
-    }
-    if (active) accumulate_output(o, s, state, kv.v_stage(iter));
-    if constexpr (kNumStages == 1) {
-      __syncthreads();
-      kv.load_v(params, work, iter + 1);
+      kv.load_v(params, work, iter + 1, key_begin + kKvTile);
     }
   }
   cp_async_wait<0>();
@@ -75,34 +84,36 @@ __device__ __forceinline__ void attend(const AttentionParams& params, const Work
 
 extern "C" __global__ void __launch_bounds__(kNumWarps * 32, 2) attention(const __grid_constant__ AttentionParams params) {
   extern __shared__ __align__(128) unsigned char smem[];
-  __shared__ Work works[2];
+  // What is the same for all threads and used once in a while lives in shared memory: the loop has no registers to spare.
+  __shared__ Work work, following;
   __shared__ __align__(16) unsigned char cursor_storage[sizeof(WorkCursor)];
+  __shared__ WarpSpan spans[kNumWarps];
   __shared__ float2 turns[kRope ? kRopePairs : 1];
-  __shared__ float row_scales[kScaleQRows ? kCtaTileQ : 1];
+  __shared__ float logit_scales[kScaleQRows ? kCtaTileQ : 1];
   __shared__ int is_last;
-  // The cursor lives in shared memory, and thread 0 alone moves it: the loop has no registers to spare.
   WorkCursor& cursor = *reinterpret_cast<WorkCursor*>(cursor_storage);
   if (threadIdx.x == 0) {
     cursor = WorkCursor(params);
-    works[0].valid = cursor.next(params, works[0].tile, works[0].segment);
+    following.valid = cursor.next(params, following.tile, following.segment);
   }
   if constexpr (kRope) fill_rope_turns(params, turns);
   __syncthreads();
-  if (!works[0].valid) return;
+  if (!following.valid) return;
   KvPipeline kv{smem_address(smem) + kQBytes};
-  kv.begin(params, works[0]);
+  kv.begin(params, following);
 #pragma unroll 1
-  for (int current = 0;; current ^= 1) {
-    const Work& work = works[current];
-    Work& following = works[current ^ 1];
-    load_q_tile(params, work, smem, turns, row_scales);
+  while (true) {
+    if (threadIdx.x == 0) work = following;
+    __syncthreads();
+    load_q_tile(params, work, smem, turns, logit_scales);
     cp_async_commit();
     if (threadIdx.x == 0) following.valid = cursor.next(params, following.tile, following.segment);
+    if (lane_idx() == 0) spans[warp_idx()].set(params, work);
     cp_async_wait<0>();
     __syncwarp();
-    RowState state(params, work.segment.kv_head, row_scales);
+    RowState state;
     Output o = {};
-    attend(params, work, kv, smem, turns, state, o);
+    attend(params, work, kv, spans[warp_idx()], smem, turns, logit_scales, state, o);
     // The next segment's first tile travels while this one's rows are written.
     if (following.valid) kv.begin(params, following);
     if (work.segment.group < 0) {
@@ -112,6 +123,7 @@ extern "C" __global__ void __launch_bounds__(kNumWarps * 32, 2) attention(const 
       finish_part_of_group(params, work.tile, work.segment, &is_last);
     }
     if (!following.valid) return;
+    // Every warp is done with this segment's record and its parts.
     __syncthreads();
   }
 }

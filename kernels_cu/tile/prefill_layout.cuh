@@ -12,7 +12,9 @@ constexpr bool kAlibi = kPosEncoding == PosEncoding::kAlibi;
 
 constexpr int kWarpRows = kCtaTileQ / kNumWarps;
 constexpr int kRowTiles = kWarpRows / 16;    // 16-row matrix tiles of a warp
-constexpr int kKeyTiles = kKvTile / 8;       // 8-key column tiles of the logits
+// Keys whose logits a warp holds at a time. Converting fp8 and adding ALiBi take registers that 32 rows of 64 logits leave none of.
+constexpr int kLogitKeys = (kFp8Kv || kAlibi) && kWarpRows == 32 && kHeadDimVo >= 128 ? 32 : kKvTile;
+constexpr int kKeyTiles = kLogitKeys / 8;    // 8-key column tiles of the logits
 constexpr int kDimTiles = kHeadDimVo / 8;    // 8-wide column tiles of the output
 constexpr int kThreadRows = 2 * kRowTiles;   // rows a thread holds logits and outputs of
 constexpr int kWarpKeys = kKvTile / kNumWarps;
@@ -37,6 +39,13 @@ using Output = float[kRowTiles][kDimTiles][4];
 __device__ __forceinline__ int warp_idx() { return threadIdx.x / 32; }
 __device__ __forceinline__ int lane_idx() { return threadIdx.x % 32; }
 
+// A value the compiler must not look through: what depends on it is computed where it stands instead of being kept in
+// registers around the loop, which has none to spare.
+__device__ __forceinline__ unsigned recompute_from(unsigned value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+
 // Row of the tile that thread row `r` is.
 __device__ __forceinline__ int thread_row(int r) { return warp_idx() * kWarpRows + r * 8 + lane_idx() / 4; }
 
@@ -47,18 +56,16 @@ struct Work {
   bool valid;
 };
 
-// What the keys of one iteration mean to a warp, from the intervals of its first and last row: both ends only grow with the row.
+// What the keys of one iteration mean to a warp, from the intervals of its first and last row: both ends only grow with the
+// row. It lives in shared memory, and is read anew in every iteration.
 struct WarpSpan {
   int lo_first, lo_last, hi_first, hi_last;
 
-  __device__ __forceinline__ WarpSpan(const AttentionParams& params, const Work& work) {
+  __device__ __forceinline__ void set(const AttentionParams& params, const Work& work) {
     int first = warp_idx() * kWarpRows, last = min(first + kWarpRows, work.tile.num_rows) - 1;
-    lo_first = lo_last = hi_first = 0, hi_last = -1;
-    if (last >= first) {
-      Row a = make_row(params, work.tile, work.segment.kv_head, first), b = make_row(params, work.tile, work.segment.kv_head, last);
-      lo_first = a.lo, lo_last = b.lo;
-      hi_first = min(a.hi, work.segment.kv_end - 1), hi_last = min(b.hi, work.segment.kv_end - 1);
-    }
+    Row a = make_row(params, work.tile, work.segment.kv_head, first), b = make_row(params, work.tile, work.segment.kv_head, max(first, last));
+    lo_first = a.lo, lo_last = b.lo;
+    hi_first = min(a.hi, work.segment.kv_end - 1), hi_last = min(b.hi, work.segment.kv_end - 1);
   }
   // Some row sees some key of the tile that starts there.
   __device__ __forceinline__ bool sees(int key_begin) const { return key_begin <= hi_last && key_begin + kKvTile > lo_first; }

@@ -5,6 +5,7 @@
 #include "ptx/convert.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/ldmatrix.cuh"
+#include "ptx/math.cuh"
 #include "ptx/mma.cuh"
 #include "tile/prefill_layout.cuh"
 #include "tile/prefill_rope.cuh"
@@ -14,6 +15,15 @@ constexpr bool kConvertQ = kRope || kFp8Kv;
 // bfloat16 reaches beyond half, so its rows are scaled by a power of two on their way to half.
 constexpr bool kScaleQRows = kMmaElement != kQElement;
 
+// From a raw product of one KV head to a logit: in the log2 domain unless a soft cap comes first.
+__device__ __forceinline__ float head_logit_scale(const AttentionParams& params, int kv_head) {
+  float scale = params.sm_scale * (params.k_scale != nullptr ? __ldg(params.k_scale + kv_head) : 1.f);
+  return kSoftCap ? scale : scale * kLog2E;
+}
+
+// A scale of zero would turn a masked -inf into NaN.
+constexpr float kLeastScale = 1e-30f;
+
 // Element offset in q of the row of the warp's tile that this lane stands for, and whether there is one.
 struct LaneQRow {
   long long offset;
@@ -21,7 +31,8 @@ struct LaneQRow {
   int position;
 
   __device__ __forceinline__ LaneQRow(const AttentionParams& params, const Work& work) {
-    int row_in_tile = warp_idx() * kWarpRows + lane_idx() % kWarpRows;
+    unsigned thread = recompute_from(threadIdx.x);
+    int row_in_tile = thread / 32 * kWarpRows + thread % 32 % kWarpRows;
     Row row = make_row(params, work.tile, work.segment.kv_head, row_in_tile);
     valid = row_in_tile < work.tile.num_rows;
     position = row.position;
@@ -34,12 +45,13 @@ struct LaneQRow {
 __device__ __forceinline__ void copy_q_rows(const AttentionParams& params, const Work& work, unsigned q_tile) {
   constexpr int kChunks = kQRowBytes / 16;
   LaneQRow lane_row(params, work);
+  unsigned thread = recompute_from(threadIdx.x), lane = thread % 32, warp_row = thread / 32 * kWarpRows;
 #pragma unroll 4
-  for (int step = 0; step < kWarpRows * kChunks / 32; ++step) {
-    int idx = step * 32 + lane_idx(), row = idx / kChunks, chunk = idx % kChunks;
+  for (unsigned step = 0; step < kWarpRows * kChunks / 32; ++step) {
+    unsigned idx = step * 32 + lane, row = idx / kChunks, chunk = idx % kChunks;
     long long offset = __shfl_sync(kFullWarp, lane_row.offset, row);
-    bool valid = warp_idx() * kWarpRows + row < work.tile.num_rows;
-    cp_async_16(q_tile + Swizzle<kQRowBytes>::offset(warp_idx() * kWarpRows + row, chunk),
+    bool valid = static_cast<int>(warp_row + row) < work.tile.num_rows;
+    cp_async_16(q_tile + Swizzle<kQRowBytes>::offset(warp_row + row, chunk),
                 static_cast<const unsigned char*>(params.q) + offset * 2 + chunk * 16, valid);
   }
 }
@@ -59,21 +71,24 @@ __device__ __forceinline__ float2 half_range_scale(unsigned largest) {
   return {__uint_as_float((268u - exponent) << 23), __uint_as_float((exponent - 14u) << 23)};
 }
 
-// Load, rotate and convert the warp's query rows, one row at a time; `row_scales` gets what undoes the scaling to half.
+// Load, rotate and convert the warp's query rows, one row at a time. Rows that are scaled on their way to half undo that in
+// their logit scale.
 __device__ __forceinline__ void convert_q_rows(const AttentionParams& params, const Work& work, unsigned char* q_tile, const float2* turns,
-                                               float* row_scales) {
+                                               float* logit_scales) {
   constexpr int kSteps = (kHeadDimQk / 2 + 63) / 64;
   LaneQRow lane_row(params, work);
+  float head_scale = head_logit_scale(params, work.segment.kv_head);
+  unsigned thread = recompute_from(threadIdx.x), lane = thread % 32;
 #pragma unroll 2
   for (int r = 0; r < kWarpRows; ++r) {
-    int row_in_tile = warp_idx() * kWarpRows + r;
+    int row_in_tile = thread / 32 * kWarpRows + r;
     const unsigned short* source = static_cast<const unsigned short*>(params.q) + __shfl_sync(kFullWarp, lane_row.offset, r);
     float position = static_cast<float>(__shfl_sync(kFullWarp, lane_row.position, r));
     float value[kSteps][4] = {};
     unsigned largest = 0;
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
-      int i = (step * 32 + lane_idx()) * 2;
+      int i = (step * 32 + lane) * 2;
       if (i >= kHeadDimQk / 2 || row_in_tile >= work.tile.num_rows) continue;
       float(&x)[4] = value[step];
       unpack_pair<kQElement>(__ldg(reinterpret_cast<const unsigned*>(source + i)), x[0], x[1]);
@@ -88,11 +103,11 @@ __device__ __forceinline__ void convert_q_rows(const AttentionParams& params, co
     if constexpr (kScaleQRows) {
       float2 there_and_back = half_range_scale(__reduce_max_sync(kFullWarp, largest));
       scale = there_and_back.x;
-      if (lane_idx() == 0) row_scales[row_in_tile] = there_and_back.y;
+      if (lane == 0) logit_scales[row_in_tile] = fmaxf(head_scale * there_and_back.y, kLeastScale);
     }
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
-      int i = (step * 32 + lane_idx()) * 2;
+      int i = (step * 32 + lane) * 2;
       if (i >= kHeadDimQk / 2) continue;
       const float(&x)[4] = value[step];
       *reinterpret_cast<unsigned*>(q_tile + q_pair_offset(row_in_tile, i)) = pack_pair<kMmaElement>(x[0] * scale, x[1] * scale);
@@ -101,19 +116,23 @@ __device__ __forceinline__ void convert_q_rows(const AttentionParams& params, co
   }
 }
 
-// Every warp fills its own rows of the query tile, and only they are read by it.
-__device__ __forceinline__ void load_q_tile(const AttentionParams& params, const Work& work, unsigned char* q_tile, const float2* turns, float* row_scales) {
+// Every warp fills its own rows of the query tile, and only they are read by it. Synchronise the CTA before logit_scales are.
+__device__ __forceinline__ void load_q_tile(const AttentionParams& params, const Work& work, unsigned char* q_tile, const float2* turns, float* logit_scales) {
   if constexpr (kConvertQ) {
-    convert_q_rows(params, work, q_tile, turns, row_scales);
+    convert_q_rows(params, work, q_tile, turns, logit_scales);
   } else {
     copy_q_rows(params, work, smem_address(q_tile));
+  }
+  if constexpr (!kScaleQRows) {
+    if (threadIdx.x == 0) logit_scales[0] = fmaxf(head_logit_scale(params, work.segment.kv_head), kLeastScale);
   }
 }
 
 // Where the key this lane looks up for its warp lies; lanes l and l + 16 look up the same one. Nothing is read for keys
 // past the segment: their page may not exist.
 __device__ __forceinline__ KvSlot lane_kv_slot(const AttentionParams& params, const Work& work, int key_begin) {
-  int key = key_begin + warp_idx() * kWarpKeys + lane_idx() % kWarpKeys;
+  unsigned thread = recompute_from(threadIdx.x);
+  int key = key_begin + static_cast<int>(thread / 32 * kWarpKeys + thread % kWarpKeys);
   return key < work.segment.kv_end ? kv_slot(params, work.tile, key) : KvSlot{0, 0};
 }
 
@@ -123,12 +142,14 @@ __device__ __forceinline__ void load_kv_tile(const AttentionParams& params, cons
   constexpr int kRowBytes = kIsK ? kKRowBytes : kVRowBytes, kChunks = kRowBytes / 16;
   static_assert(kWarpKeys * kChunks % 32 == 0, "every lane copies the same number of chunks");
   const unsigned char* base = static_cast<const unsigned char*>(kIsK ? params.k : params.v);
-  int kv_head = work.segment.kv_head, num_keys = work.segment.kv_end - key_begin - warp_idx() * kWarpKeys;
+  int kv_head = work.segment.kv_head;
   long long lane_offset = kIsK ? k_row_offset(params, slot, kv_head) : v_row_offset(params, slot, kv_head);
+  unsigned thread = recompute_from(threadIdx.x), lane = thread % 32, warp_key = thread / 32 * kWarpKeys;
+  int num_keys = work.segment.kv_end - key_begin - static_cast<int>(warp_key);
 #pragma unroll
   for (int step = 0; step < kWarpKeys * kChunks / 32; ++step) {
-    int idx = step * 32 + lane_idx(), row = idx / kChunks, chunk = idx % kChunks;
+    unsigned idx = step * 32 + lane, row = idx / kChunks, chunk = idx % kChunks;
     long long offset = __shfl_sync(kFullWarp, lane_offset, row);
-    cp_async_16(tile + Swizzle<kRowBytes>::offset(warp_idx() * kWarpKeys + row, chunk), base + offset + chunk * 16, row < num_keys);
+    cp_async_16(tile + Swizzle<kRowBytes>::offset(warp_key + row, chunk), base + offset + chunk * 16, static_cast<int>(row) < num_keys);
   }
 }

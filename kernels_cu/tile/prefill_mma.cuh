@@ -58,7 +58,8 @@ __device__ __forceinline__ void logits_step_fp8(Logits& s, unsigned q_lane, unsi
 // 8-bit keys that turn: steps `step` and `step + head_dim / 32` together.
 __device__ __forceinline__ void logits_step_fp8_rope(Logits& s, unsigned q_lane, unsigned k_lane, int step, const float2* turns, int key_begin) {
   constexpr int kPartner = kHeadDimQk / 32;
-  const float2* lane_turns = turns + step * 16 + lane_idx() % 4 * 4;
+  const float2* lane_turns = turns + step * 16 + recompute_from(threadIdx.x) % 4 * 4;
+  int lane_key = key_begin + recompute_from(threadIdx.x) % 32 / 4;
 #pragma unroll
   for (int quad = 0; quad < kKeyTiles / 4; ++quad) {
     unsigned b_low[4], b_high[4];
@@ -69,7 +70,7 @@ __device__ __forceinline__ void logits_step_fp8_rope(Logits& s, unsigned q_lane,
       int n = quad * 4 + j;
       unsigned low[2] = {fp8_pair_to_half(b_low[j] & 0xffffu), fp8_pair_to_half(b_low[j] >> 16)};
       unsigned high[2] = {fp8_pair_to_half(b_high[j] & 0xffffu), fp8_pair_to_half(b_high[j] >> 16)};
-      rotate_fp8_fragments(low, high, lane_turns, static_cast<float>(key_begin + n * 8 + lane_idx() / 4));
+      rotate_fp8_fragments(low, high, lane_turns, static_cast<float>(lane_key + n * 8));
       unsigned a[kRowTiles][4];
       load_q_fragments(a, q_lane, step);
 #pragma unroll
@@ -81,7 +82,7 @@ __device__ __forceinline__ void logits_step_fp8_rope(Logits& s, unsigned q_lane,
   }
 }
 
-// Raw products of the warp's rows with the 64 keys of a tile.
+// Raw products of the warp's rows with kLogitKeys keys; `k_tile` is where the first one lies, `key_begin` its index.
 __device__ __forceinline__ void compute_logits(Logits& s, unsigned q_tile, unsigned k_tile, const float2* turns, int key_begin) {
   int lane = lane_idx();
   unsigned q_lane = q_tile + Swizzle<kQRowBytes>::offset(warp_idx() * kWarpRows + lane % 16, lane / 16);
@@ -107,27 +108,30 @@ __device__ __forceinline__ void compute_logits(Logits& s, unsigned q_tile, unsig
 }
 
 // Exponentials of 16 keys, summed, and packed as the left operand of a product.
-__device__ __forceinline__ void exponentials(unsigned (&p)[kRowTiles][4], const Logits& s, RowState& state, int step) {
+__device__ __forceinline__ void exponentials(unsigned (&p)[kRowTiles][4], const Logits& s, const float (&scale)[kThreadRows], RowState& state, int step) {
 #pragma unroll
   for (int r = 0; r < kThreadRows; ++r) {
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       const float(&x)[4] = s[r / 2][step * 2 + j];
-      float low = ex2(fmaf(x[r % 2 * 2], state.exponent_scale(r), -state.max[r]));
-      float high = ex2(fmaf(x[r % 2 * 2 + 1], state.exponent_scale(r), -state.max[r]));
+      float low = ex2(fmaf(x[r % 2 * 2], scale[r], -state.max[r]));
+      float high = ex2(fmaf(x[r % 2 * 2 + 1], scale[r], -state.max[r]));
       state.sum[r] += low + high;
       p[r / 2][j * 2 + r % 2] = pack_pair<kMmaElement>(low, high);
     }
   }
 }
 
-// output += exponentials of the logits times the V tile.
-__device__ __forceinline__ void accumulate_output(Output& o, const Logits& s, RowState& state, unsigned v_tile) {
+// output += exponentials of the logits times the values of their keys, the first of which lies at `v_tile`.
+__device__ __forceinline__ void accumulate_output(Output& o, const Logits& s, const float* logit_scales, RowState& state, unsigned v_tile) {
+  float scale[kThreadRows];
+#pragma unroll
+  for (int r = 0; r < kThreadRows; ++r) scale[r] = exponent_scale(logit_scales, r);
   unsigned v_lane = v_tile + Swizzle<kVRowBytes>::offset(lane_idx() % 16, lane_idx() / 16);
 #pragma unroll
-  for (int step = 0; step < kKvTile / 16; ++step) {
+  for (int step = 0; step < kLogitKeys / 16; ++step) {
     unsigned p[kRowTiles][4];
-    exponentials(p, s, state, step);
+    exponentials(p, s, scale, state, step);
 #pragma unroll
     for (int pair = 0; pair < kVRowBytes / 32; ++pair) {
       unsigned b[4];

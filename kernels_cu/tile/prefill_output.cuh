@@ -23,7 +23,7 @@ struct DimBlock {
 
 // Final rows: through the warp's own query rows in shared memory, so that they leave in 16-byte stores.
 __device__ __forceinline__ void write_direct(const AttentionParams& params, const Work& work, Output& o, RowState& state, unsigned char* q_tile) {
-  int lane = lane_idx(), c = lane % 4;
+  int lane = recompute_from(lane_idx()), c = lane % 4;
   unsigned char* staging = q_tile + warp_idx() * kWarpRows * kQRowBytes;
   reduce_rows(state);
   // Other lanes may still be reading queries.
@@ -49,6 +49,7 @@ __device__ __forceinline__ void write_direct(const AttentionParams& params, cons
   }
   __syncwarp();
   constexpr int kChunks = kORowBytes / 16;
+  lane = recompute_from(lane);
   int first_row = warp_idx() * kWarpRows;
   Row lane_row = make_row(params, work.tile, work.segment.kv_head, first_row + lane % kWarpRows);
   long long lane_target = reinterpret_cast<long long>(output_row(params, work.tile, lane_row));

@@ -13,30 +13,26 @@ constexpr float kLazyGrowth = 8.f;
 constexpr float kNoMax = -1e30f;
 
 struct RowState {
-  float scale[kThreadRows];    // from a raw product to a logit in the log2 domain, positive
-  float max[kThreadRows];      // reference of the exponentials in the log2 domain, at most kLazyGrowth below the true maximum
-  float sum[kThreadRows];      // this thread's share of the sum of exponentials
+  float max[kThreadRows];  // reference of the exponentials in the log2 domain, at most kLazyGrowth below the true maximum
+  float sum[kThreadRows];  // this thread's share of the sum of exponentials
 
-  __device__ __forceinline__ RowState(const AttentionParams& params, int kv_head, const float* row_scales) {
-    float common = params.sm_scale * (params.k_scale != nullptr ? __ldg(params.k_scale + kv_head) : 1.f);
-    if constexpr (!kSoftCap) common *= kLog2E;
+  __device__ __forceinline__ RowState() {
 #pragma unroll
-    for (int r = 0; r < kThreadRows; ++r) {
-      // A scale of zero would turn a masked -inf into NaN.
-      scale[r] = fmaxf(kScaleQRows ? common * row_scales[thread_row(r)] : common, 1e-30f);
-      max[r] = kNoMax, sum[r] = 0.f;
-    }
+    for (int r = 0; r < kThreadRows; ++r) max[r] = kNoMax, sum[r] = 0.f;
   }
-  // Multiplier inside the exponent.
-  __device__ __forceinline__ float exponent_scale(int r) const { return kTransformLogits ? 1.f : scale[r]; }
 };
 
+// Multiplier of thread row `r` inside the exponent.
+__device__ __forceinline__ float exponent_scale(const float* logit_scales, int r) {
+  return kTransformLogits ? 1.f : logit_scales[kScaleQRows ? thread_row(r) : 0];
+}
+
 // Soft cap, then ALiBi; the results are in the log2 domain.
-__device__ __forceinline__ void transform_logits(const AttentionParams& params, const Work& work, int key_begin, const RowState& state, Logits& s) {
+__device__ __forceinline__ void transform_logits(const AttentionParams& params, const Work& work, int key_begin, const float* logit_scales, Logits& s) {
   float rcp_cap = kSoftCap ? 1.f / params.logits_soft_cap : 1.f;
 #pragma unroll
   for (int r = 0; r < kThreadRows; ++r) {
-    float slope = 0.f, bias = 0.f;
+    float scale = logit_scales[kScaleQRows ? thread_row(r) : 0], slope = 0.f, bias = 0.f;
     if constexpr (kAlibi) {
       Row row = make_row(params, work.tile, work.segment.kv_head, thread_row(r));
       slope = thread_row(r) < work.tile.num_rows ? __ldg(params.alibi_slopes + row.head) * kLog2E : 0.f;
@@ -47,7 +43,7 @@ __device__ __forceinline__ void transform_logits(const AttentionParams& params, 
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         float& x = s[r / 2][n][r % 2 * 2 + e];
-        x *= state.scale[r];
+        x *= scale;
         if constexpr (kSoftCap) x = params.logits_soft_cap * kLog2E * tanh_ex2(x * rcp_cap);
         if constexpr (kAlibi) x += fmaf(slope, static_cast<float>(n * 8 + e), bias);
       }
@@ -76,7 +72,7 @@ __device__ __forceinline__ void mask_logits(const AttentionParams& params, const
 
 // Take the logits of one iteration into the running maximum. Output and sum are rescaled only when a maximum of the warp
 // has grown by more than kLazyGrowth: the reference cancels in the end, and most iterations leave 128 multiplications out.
-__device__ __forceinline__ void update_softmax(const Logits& s, RowState& state, Output& o) {
+__device__ __forceinline__ void update_softmax(const Logits& s, const float* logit_scales, RowState& state, Output& o) {
   float row_max[kThreadRows];
   bool grown = false;
 #pragma unroll
@@ -86,7 +82,7 @@ __device__ __forceinline__ void update_softmax(const Logits& s, RowState& state,
     for (int n = 0; n < kKeyTiles; ++n) x = fmaxf(x, fmaxf(s[r / 2][n][r % 2 * 2], s[r / 2][n][r % 2 * 2 + 1]));
     x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, 1));
     x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, 2));
-    row_max[r] = x * state.exponent_scale(r);
+    row_max[r] = x * exponent_scale(logit_scales, r);
     grown |= row_max[r] - state.max[r] > kLazyGrowth;
   }
   if (!__any_sync(kFullWarp, grown)) return;

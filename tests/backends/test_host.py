@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from cupyinfer.backends.host import run_cta, run_host
+from cupyinfer.backends.host import cta_segments, run_cta, run_host
 from cupyinfer.backends.host_segment import HostProblem
 from cupyinfer.errors import ArgumentError
 from tests.support.compare import assert_attention_close
@@ -73,14 +73,28 @@ def test_whole_units_in_waves_back_and_forth() -> None:
     batch = make_batch([1] * 7, [5, 64, 65, 130, 1, 200, 17])
     plan = cut(make_tiles(batch, AttentionOptions()), 2, 3, 14)
     assert [work[3] for work in plan.cta_work] == [0, 0, 0]
-    run_and_check(batch, AttentionOptions(), plan)
+    problem = run_and_check(batch, AttentionOptions(), plan)
+    assert [[segment.unit for segment in cta_segments(problem, cta)] for cta in range(3)] == [
+        [0, 5, 6, 11, 12],
+        [1, 4, 7, 10, 13],
+        [2, 3, 8, 9],
+    ]
 
 
 def test_one_unit_cut_across_three_ctas_by_hand() -> None:
     batch = make_batch([1], [300], num_qo_heads=3, num_kv_heads=1)
     tiles = [[0, 0, 0, 3, 0, 300, 300, 0, 1, -1, 0, 0]]
     work = [[0, 0, 0, 2, 0, 0, -1, 0], [0, 0, 2, 1, 0, 1, -1, 0], [0, 0, 3, 2, 0, 2, -1, 0]]
-    run_and_check(batch, AttentionOptions(), Plan(16, 64, tiles, work, [[0, 3, 0, 0]], 9))
+    plan = Plan(16, 64, tiles, work, [[0, 3, 0, 0]], 9)
+    run_and_check(batch, AttentionOptions(), plan)
+    # Only the last CTA to arrive, whichever it is, writes the output.
+    space = Workspaces(plan, 64)
+    problem = make_problem(batch, AttentionOptions(), plan, space)
+    for arrived, cta in enumerate((2, 0), start=1):
+        run_cta(problem, cta)
+        assert np.isnan(problem.o).all() and space.merge_groups[0, 2] == arrived
+    run_cta(problem, 1)
+    check(problem, batch, AttentionOptions())
 
 
 def test_a_cta_spanning_three_units_by_hand() -> None:
@@ -179,8 +193,22 @@ def test_a_span_wider_than_the_rows_see_changes_nothing(name: str) -> None:
     options = OPTIONS[name]
     batch = make_batch([3, 5], [300, 90])
     plan = make_tiles(batch, AttentionOptions())
-    assert all(tile[4:6] == [0, tile[6]] for tile in plan.tiles)
+    for tile in plan.tiles:
+        assert tile[4:6] == [0, tile[6]]
+        tile[5] += 3  # into the unused slots of the last page
     run_and_check(batch, options, cut(plan, 2, 6, 0))
+
+
+def test_keys_left_of_every_window_stay_unread() -> None:
+    # Their pages may have been given away: the span of a tile starts at a multiple of kv_tile, the window of its first row later.
+    options = AttentionOptions(causal=True, window_left=20)
+    batch = make_batch([1, 4], [190, 300], layout="RAGGED")
+    for base, qo_len, kv_len in zip(batch.kv_bases, batch.qo_lens, batch.kv_lens, strict=True):
+        batch.k[base : base + kv_len - qo_len - 20] = np.nan
+        batch.v[base : base + kv_len - qo_len - 20] = np.nan
+    plan = make_tiles(batch, options)
+    assert [tile[4] for tile in plan.tiles] == [128, 256]
+    run_and_check(batch, options, cut(plan, 2, 3, 1))
 
 
 def test_a_sink_counts_once_whatever_the_split_and_alone_without_keys() -> None:

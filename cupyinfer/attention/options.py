@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a plan fixes besides the batch: heads, widths, element types and the rules of the logits, checked once."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from dataclasses import dataclass
+from typing import Any
+
+from cupyinfer.dtypes import FP8_TYPES, HALF_TYPES, canonical_dtype, itemsize
+from cupyinfer.errors import ArgumentError, ArgumentTypeError
+from cupyinfer.jit.variant import POS_ENCODINGS, AttentionVariant
+from cupyinfer.schedule.geometry import check_heads
+from cupyinfer.schedule.planner import PlanShape
+from cupyinfer.schedule.tiles import check_head_dims
+from cupyinfer.schedule.tiling import KeySpan
+
+KV_LAYOUTS = ("NHD", "HND")
+MAX_GROUP_SIZE = 64
+
+
+def check_kv_layout(kv_layout: Any) -> str:
+    """Return `kv_layout`; raise ArgumentError unless it is "NHD" or "HND"."""
+    if kv_layout not in KV_LAYOUTS:
+        raise ArgumentError(f"kv_layout: got {kv_layout!r}, expected 'NHD' or 'HND'")
+    return str(kv_layout)
+
+
+def check_int(value: Any, argument: str, low: int) -> int:
+    """An integer of at least `low`; raise ArgumentTypeError or ArgumentError otherwise."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise ArgumentTypeError(f"{argument}: got {value!r}, expected an int")
+    if value < low:
+        raise ArgumentError(f"{argument}: got {value}, must be at least {low}")
+    return int(value)
+
+
+def check_float(value: Any, argument: str) -> float:
+    """A finite number; raise ArgumentTypeError or ArgumentError otherwise."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise ArgumentTypeError(f"{argument}: got {value!r}, expected a number")
+    if not math.isfinite(value):
+        raise ArgumentError(f"{argument}: got {value}, must be finite")
+    return float(value)
+
+
+@dataclass(frozen=True)
+class AttentionOptions:
+    """Everything a plan fixes besides the batch. Made by `make_options`, which checks it.
+
+    Attributes:
+        decode: one query token per request.
+        paged: K and V are reached through a page table.
+        num_qo_heads: query heads.
+        num_kv_heads: KV heads.
+        head_dim_qk: width of queries and keys.
+        head_dim_vo: width of values and outputs.
+        page_size: keys per page, 1 for ragged caches.
+        q_dtype: element type of queries and outputs.
+        kv_dtype: element type of the cache.
+        causal: a query sees no key after its own position.
+        window_left: keys it sees to the left of its position, -1 for all.
+        sm_scale: factor of ``q . k``.
+        logits_soft_cap: 0 for none.
+        pos_encoding_mode: "NONE", "ROPE_LLAMA" or "ALIBI".
+        rope_scale: divisor of rotation angles.
+        rope_theta: base of rotation frequencies.
+        fixed_split_size: pages (ragged: keys) per part, or None.
+        disable_split_kv: keep every unit in one CTA.
+    """
+
+    decode: bool
+    paged: bool
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim_qk: int
+    head_dim_vo: int
+    page_size: int
+    q_dtype: str
+    kv_dtype: str
+    causal: bool
+    window_left: int
+    sm_scale: float
+    logits_soft_cap: float
+    pos_encoding_mode: str
+    rope_scale: float
+    rope_theta: float
+    fixed_split_size: int | None
+    disable_split_kv: bool
+
+    @property
+    def shape(self) -> PlanShape:
+        """What of this the schedule depends on."""
+        return PlanShape(
+            self.decode,
+            self.num_qo_heads,
+            self.num_kv_heads,
+            self.head_dim_qk,
+            self.head_dim_vo,
+            itemsize(self.kv_dtype),
+            self.page_size,
+            KeySpan(self.causal, self.window_left),
+            self.fixed_split_size,
+            self.disable_split_kv,
+        )
+
+    def variant(self, cta_tile_q: int, custom_mask: bool) -> AttentionVariant:
+        """The fa2 kernel that serves this."""
+        return AttentionVariant(
+            self.q_dtype,
+            self.kv_dtype,
+            self.head_dim_qk,
+            self.head_dim_vo,
+            cta_tile_q,
+            self.paged,
+            custom_mask,
+            self.logits_soft_cap > 0,
+            self.pos_encoding_mode,
+        )
+
+
+def make_options(
+    *,
+    decode: bool,
+    paged: bool,
+    num_qo_heads: Any,
+    num_kv_heads: Any,
+    head_dim_qk: Any,
+    head_dim_vo: Any = None,
+    page_size: Any = 1,
+    q_data_type: Any = "float16",
+    kv_data_type: Any = None,
+    causal: Any = False,
+    window_left: Any = -1,
+    sm_scale: Any = None,
+    logits_soft_cap: Any = None,
+    pos_encoding_mode: Any = "NONE",
+    rope_scale: Any = None,
+    rope_theta: Any = None,
+    fixed_split_size: Any = None,
+    disable_split_kv: Any = False,
+) -> AttentionOptions:
+    """Check a plan's arguments and fill in defaults: ``sm_scale = 1 / sqrt(head_dim_qk)``, rope_scale 1, rope_theta 10000.
+
+    Raises:
+        ArgumentError: a value out of range or an unsupported head_dim; the message lists what is supported.
+        ArgumentTypeError: a value of the wrong kind, or an element type that is not supported.
+    """
+    num_qo_heads = check_int(num_qo_heads, "num_qo_heads", 1)
+    num_kv_heads = check_int(num_kv_heads, "num_kv_heads", 1)
+    group_size = check_heads(num_qo_heads, num_kv_heads)
+    if group_size > MAX_GROUP_SIZE:
+        raise ArgumentError(f"num_qo_heads: got {num_qo_heads} for {num_kv_heads} KV heads, at most {MAX_GROUP_SIZE} query heads share one")
+    head_dim_qk = check_int(head_dim_qk, "head_dim", 1)
+    head_dim_vo = head_dim_qk if head_dim_vo is None else check_int(head_dim_vo, "head_dim_vo", 1)
+    check_head_dims(head_dim_qk, head_dim_vo)
+    q_dtype = canonical_dtype(q_data_type, "q_data_type", HALF_TYPES)
+    kv_dtype = q_dtype if kv_data_type is None else canonical_dtype(kv_data_type, "kv_data_type", (*HALF_TYPES, *FP8_TYPES))
+    if kv_dtype in HALF_TYPES and kv_dtype != q_dtype:
+        raise ArgumentTypeError(f"kv_data_type: got {kv_dtype} for {q_dtype} queries; a 16-bit cache has the queries' type")
+    if pos_encoding_mode not in POS_ENCODINGS:
+        raise ArgumentError(f"pos_encoding_mode: got {pos_encoding_mode!r}, expected one of {', '.join(POS_ENCODINGS)}")
+    window_left = check_int(window_left, "window_left", -1)
+    cap = 0.0 if logits_soft_cap is None else check_float(logits_soft_cap, "logits_soft_cap")
+    if cap < 0:
+        raise ArgumentError(f"logits_soft_cap: got {cap}, must not be negative; 0 or None is no cap")
+    scale = 1 / math.sqrt(head_dim_qk) if sm_scale is None else check_float(sm_scale, "sm_scale")
+    rope = {"rope_scale": 1.0 if rope_scale is None else check_float(rope_scale, "rope_scale")}
+    rope["rope_theta"] = 1e4 if rope_theta is None else check_float(rope_theta, "rope_theta")
+    for argument, value in rope.items():
+        if value <= 0:
+            raise ArgumentError(f"{argument}: got {value}, must be positive")
+    for argument, value in (("causal", causal), ("disable_split_kv", disable_split_kv)):
+        if not isinstance(value, bool):
+            raise ArgumentTypeError(f"{argument}: got {value!r}, expected True or False")
+    options = AttentionOptions(
+        decode=decode,
+        paged=paged,
+        num_qo_heads=num_qo_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim_qk=head_dim_qk,
+        head_dim_vo=head_dim_vo,
+        page_size=check_int(page_size, "page_size", 1),
+        q_dtype=q_dtype,
+        kv_dtype=kv_dtype,
+        causal=causal,
+        window_left=window_left,
+        sm_scale=scale,
+        logits_soft_cap=cap,
+        pos_encoding_mode=pos_encoding_mode,
+        fixed_split_size=fixed_split_size,
+        disable_split_kv=disable_split_kv,
+        **rope,
+    )
+    options.shape  # noqa: B018 - checks the split arguments
+    return options

@@ -1,0 +1,265 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a request to sizes and plans: the functions behind every wrapper and module."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cupyinfer.attention.metadata import PageTable, PlanValues
+from cupyinfer.attention.options import AttentionOptions, check_float
+from cupyinfer.attention.run_arrays import ArrayChecker
+from cupyinfer.attention.workspaces import Workspaces
+from cupyinfer.backends.arrays import RunScales, per_head_scale
+from cupyinfer.backends.device import read_profile
+from cupyinfer.backends.fa2 import Fa2Launcher
+from cupyinfer.backends.host_launcher import HostLauncher
+from cupyinfer.errors import ArgumentError, BackendUnavailable
+from cupyinfer.interop import CPU_DEVICE, ArrayView, Device, as_view, hand_back, release_after_work, use_device
+from cupyinfer.schedule.capacity import BatchLimits
+from cupyinfer.schedule.geometry import BatchGeometry
+from cupyinfer.schedule.plan_info import PlanInfo
+from cupyinfer.schedule.planner import PlanDraft, draft_plan
+from cupyinfer.schedule.profile import DeviceProfile
+
+_OWN = ("cupy", "numpy")
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionRequest:
+    """A batch and everything a plan needs to know of it.
+
+    Attributes:
+        options: heads, widths, element types and the rules of the logits.
+        geometry: the batch.
+        pages: its page table.
+        values: per-head values and masks.
+        kv_layout: "NHD" or "HND".
+        graph_limits: plan for CUDA graphs within these limits, or None.
+        graph_pages: page-table entries the int workspace holds under CUDA graphs, or None.
+    """
+
+    options: AttentionOptions
+    geometry: BatchGeometry
+    pages: PageTable = field(default_factory=PageTable)
+    values: PlanValues = field(default_factory=PlanValues)
+    kv_layout: str = "NHD"
+    graph_limits: BatchLimits | None = None
+    graph_pages: int | None = None
+
+    def draft(self, profile: DeviceProfile) -> PlanDraft:
+        """Schedule the batch for a GPU; touches no device.
+
+        Raises:
+            ArgumentError: the batch exceeds the limits of its CUDA graph.
+        """
+        num_pages = self.pages.num_entries if self.pages.in_workspace else None
+        if self.graph_limits is not None and num_pages is not None and self.graph_pages is not None:
+            if num_pages > self.graph_pages:
+                raise ArgumentError(f"batch: refers to {num_pages} pages, this object's CUDA graph holds at most {self.graph_pages}")
+            num_pages = self.graph_pages
+        return draft_plan(
+            self.geometry,
+            self.options.shape,
+            profile,
+            num_page_indices=num_pages,
+            value_bytes=self.values.num_bytes,
+            mask_begin=self.values.mask_begin,
+            graph_limits=self.graph_limits,
+        )
+
+
+class Plan:
+    """A planned batch, ready to run. Made by `plan_attention`.
+
+    Attributes:
+        info: what was decided, as integers.
+        options: what was asked for.
+        device: where it runs.
+    """
+
+    def __init__(self, request: AttentionRequest, info: PlanInfo, device: Device, launcher: Fa2Launcher | HostLauncher) -> None:
+        self.info = info
+        self.options = request.options
+        self.device = device
+        self._launcher = launcher
+        self._pages = request.pages
+        self._values = request.values
+        self._checker = ArrayChecker(request.options, info, request.kv_layout, device, request.pages.max_page)
+
+    def run(
+        self,
+        q: Any,
+        k: ArrayView,
+        v: ArrayView,
+        *,
+        out: Any = None,
+        lse: Any = None,
+        return_lse: bool = False,
+        q_scale: float | None = None,
+        k_scale: Any = None,
+        v_scale: Any = None,
+    ) -> Any:
+        """Attention of the planned batch. Arguments and errors as for the wrappers' `run`."""
+        if self.device.kind == "cpu":
+            return self._run(q, k, v, out, lse, return_lse, q_scale, k_scale, v_scale)
+        with use_device(self.device.index):
+            return self._run(q, k, v, out, lse, return_lse, q_scale, k_scale, v_scale)
+
+    def run_single(self, like: Any, q: ArrayView, k: ArrayView, v: ArrayView, out: Any, lse: Any, scales: dict[str, Any]) -> Any:
+        """Run on one query token whose outputs lack the token dimension, and hand them back as the array type of `like`."""
+        output = as_view(out, "out")
+        scores = None if lse is None else as_view(lse, "lse")
+        with_token = output._replace(shape=(1, *output.shape), strides=(0, *output.strides))
+        lse_with_token = None if scores is None else scores._replace(shape=(1, *scores.shape), strides=(0, *scores.strides))
+        self.run(q, k, v, out=with_token, lse=lse_with_token, **scales)
+        out = hand_back(out, like)
+        return out if lse is None else (out, hand_back(lse, like))
+
+    def _run(
+        self, q: Any, k: ArrayView, v: ArrayView, out: Any, lse: Any, return_lse: bool, q_scale: float | None, k_scale: Any, v_scale: Any
+    ) -> Any:
+        made_out, made_lse = out is None, lse is None
+        arrays, out, lse = self._checker.check(q, k, v, out, lse, return_lse)
+        self._launcher.launch(arrays, self._scales(q_scale, k_scale, v_scale))
+        foreign = [view for view in arrays[:5] if view is not None and view.producer not in _OWN]
+        if foreign:
+            out = hand_back(out, q) if made_out else out
+            lse = hand_back(lse, q) if made_lse and lse is not None else lse
+            release_after_work(foreign)
+        return (out, lse) if return_lse else out
+
+    def _scales(self, q_scale: float | None, k_scale: Any, v_scale: Any) -> RunScales:
+        if q_scale is None and k_scale is None and v_scale is None:
+            return RunScales(self.options.sm_scale, 1.0, 1.0)
+        sm_scale = self.options.sm_scale * (1.0 if q_scale is None else check_float(q_scale, "q_scale"))
+        return RunScales(sm_scale, self._scale(k_scale, "k_scale"), self._scale(v_scale, "v_scale"))
+
+    def _scale(self, value: Any, argument: str) -> float | ArrayView:
+        if value is None:
+            return 1.0
+        if not hasattr(value, "__dlpack__") or getattr(value, "ndim", 1) == 0:
+            return check_float(value, argument)
+        view = per_head_scale(as_view(value, argument), argument, self.options.num_kv_heads)
+        if view.device != self.device:
+            raise ArgumentError(f"{argument}: lies on {view.device}, the plan is for {self.device}")
+        return view
+
+
+def plan_attention(request: AttentionRequest, workspaces: Workspaces, profile: DeviceProfile | None = None) -> Plan:
+    """Schedule a batch, place it in the workspaces, and queue the upload of its records on CuPy's current stream.
+
+    Kernels are compiled and loaded here. Host arrays in, there is no synchronisation.
+
+    Args:
+        request: the batch.
+        workspaces: where to place it; their device decides the backend.
+        profile: the GPU to plan for, by default the one that holds the workspaces.
+
+    Raises:
+        WorkspaceError: a workspace is too small or missing. Nothing was written.
+        BackendUnavailable: the workspaces' GPU cannot run kernels of `profile`.
+    """
+    device = workspaces.device
+    if device.kind == "cuda":
+        own = read_profile(device.index)
+        if profile is not None and profile.arch != own.arch:
+            raise BackendUnavailable(f"profile: {profile.name} has kernels of {profile.arch}, the workspaces lie on a GPU of {own.arch}")
+        profile = own if profile is None else profile
+    draft = request.draft(workspaces.host_profile if profile is None else profile)
+    info = draft.place(*workspaces.allocators(draft.size))
+    _check_on_device(request, device)
+    if device.kind == "cpu":
+        return _plan_on_host(request, draft, info, workspaces)
+    return _plan_on_gpu(request, draft, info, workspaces, read_profile(device.index))
+
+
+def _check_on_device(request: AttentionRequest, device: Device) -> None:
+    given = dict(request.values.device)
+    if request.pages.on_device is not None:
+        given["indices"] = request.pages.on_device
+    for name, view in given.items():
+        if view.device != device:
+            raise ArgumentError(f"{name}: lies on {view.device}, the workspaces on {device}")
+
+
+def _fill(request: AttentionRequest, draft: PlanDraft, info: PlanInfo, records: npt.NDArray[np.uint8]) -> None:
+    """Write everything the int workspace holds."""
+    draft.write_records(info, records)
+    pages = request.pages.on_host
+    if pages is not None:
+        records[info.page_indices_offset : info.page_indices_offset + pages.nbytes] = pages.view(np.uint8)
+    if request.values.blocks:
+        request.values.write(records[info.values_offset :])
+
+
+def _plan_on_host(request: AttentionRequest, draft: PlanDraft, info: PlanInfo, workspaces: Workspaces) -> Plan:
+    floats, ints = (np.empty(0, np.uint8) if buffer is None else buffer for buffer in (workspaces.float_bytes, workspaces.int_bytes))
+    _fill(request, draft, info, ints)
+    options = request.options
+    offsets = request.values.offsets()
+
+    def value(name: str, dtype: Any) -> Any:
+        if name not in offsets:
+            return None
+        begin = info.values_offset + offsets[name]
+        return ints[begin : begin + request.values.blocks[name].nbytes].view(dtype)
+
+    pages = None
+    if request.pages.on_host is not None:
+        pages = ints[info.page_indices_offset : info.page_indices_offset + request.pages.on_host.nbytes].view(np.int32)
+    fixed = {
+        "page_indices": pages,
+        "causal": options.causal,
+        "window_left": options.window_left,
+        "logits_soft_cap": options.logits_soft_cap,
+        "pos_encoding": options.pos_encoding_mode,
+        "rope_scale": options.rope_scale,
+        "rope_theta": options.rope_theta,
+        "alibi_slopes": value("alibi_slopes", np.float32),
+        "sinks": value("sinks", np.float32),
+        "mask": value("mask", np.uint8),
+    }
+    heads_first = request.kv_layout == "HND"
+    launcher = HostLauncher(info, floats, ints, fixed, options.kv_dtype, heads_first, options.head_dim_vo)
+    return Plan(request, info, CPU_DEVICE, launcher)
+
+
+def _plan_on_gpu(request: AttentionRequest, draft: PlanDraft, info: PlanInfo, workspaces: Workspaces, profile: DeviceProfile) -> Plan:
+    options, device = request.options, workspaces.device
+    variant = options.variant(info.cta_tile_q, request.values.mask_begin is not None)
+    launcher = Fa2Launcher(variant, profile, device.index)
+    floats, ints = workspaces.float_address, workspaces.int_address
+    fields: dict[str, Any] = {
+        "tiles": ints + info.tiles_offset,
+        "cta_work": ints + info.cta_work_offset,
+        "merge_groups": ints + info.merge_groups_offset,
+        "partial_o": floats + info.partial_o_offset,
+        "partial_lse": floats + info.partial_lse_offset,
+        "page_indices": ints + info.page_indices_offset if info.page_indices_offset >= 0 else 0,
+        "num_qo_heads": options.num_qo_heads,
+        "num_kv_heads": options.num_kv_heads,
+        "group_size": options.num_qo_heads // options.num_kv_heads,
+        "page_size": options.page_size,
+        "causal": options.causal,
+        "window_left": options.window_left,
+        "logits_soft_cap": options.logits_soft_cap,
+        "rope_rcp_scale": 1 / options.rope_scale,
+        "rope_log2_theta": np.log2(options.rope_theta),
+    }
+    pages = request.pages.on_device
+    if pages is not None and not request.pages.copied:
+        fields["page_indices"] = pages.ptr
+    for name, offset in request.values.offsets().items():
+        fields[name] = ints + info.values_offset + offset
+    for name, view in request.values.device.items():
+        fields[name] = view.ptr
+    launcher.prepare(fields, info.num_ctas, (workspaces, request.pages, request.values))
+    if info.int_bytes:
+        launcher.upload(lambda block: _fill(request, draft, info, block), info.int_bytes, ints)
+    if pages is not None and request.pages.copied:
+        launcher.copy(pages.ptr, 4 * request.pages.num_entries, fields["page_indices"])
+    return Plan(request, info, device, launcher)

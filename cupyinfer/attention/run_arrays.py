@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks the arrays of a run against its plan, and names every mismatch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cupyinfer.attention.options import AttentionOptions
+from cupyinfer.backends.arrays import KvStrides, RunArrays, check_row_alignment, row_strides
+from cupyinfer.dtypes import FP8_TYPES, itemsize
+from cupyinfer.errors import ArgumentError, ArgumentTypeError, StateError
+from cupyinfer.interop import ArrayView, Device, as_view, empty_output, require_writable
+from cupyinfer.schedule.plan_info import PlanInfo
+
+_CacheViews = tuple[ArrayView, ArrayView]
+
+
+def cache_views(cache: Any, kv_layout: str) -> _CacheViews:
+    """The K and V caches of a ``(k_cache, v_cache)`` pair, or of one 5-dimensional array with K and V along its second dimension.
+
+    Raises:
+        ArgumentTypeError: neither.
+        ArgumentError: another number of dimensions.
+    """
+    if isinstance(cache, (tuple, list)) and not isinstance(cache, ArrayView):
+        if len(cache) != 2:
+            raise ArgumentTypeError(f"paged_kv_cache: got {len(cache)} arrays, expected a pair (k_cache, v_cache) or one 5-D array")
+        views = as_view(cache[0], "k_cache"), as_view(cache[1], "v_cache")
+    else:
+        both = as_view(cache, "paged_kv_cache")
+        if len(both.shape) != 5 or both.shape[1] != 2:
+            raise ArgumentError(f"paged_kv_cache: one array has shape {both.shape}, expected [num_pages, 2, ...] in {kv_layout} order")
+        k = both._replace(shape=(both.shape[0], *both.shape[2:]), strides=(both.strides[0], *both.strides[2:]))
+        views = k, k._replace(ptr=k.ptr + both.strides[1] * _itemsize(both.dtype))
+    for view, name in zip(views, ("k_cache", "v_cache"), strict=True):
+        if len(view.shape) != 4:
+            raise ArgumentError(f"{name}: got shape {view.shape}, expected four dimensions in {kv_layout} order")
+    return views
+
+
+def _itemsize(dtype: str) -> int:
+    return 1 if dtype in FP8_TYPES or dtype == "uint8" else 2
+
+
+class ArrayChecker:
+    """Checks the arrays of runs of one plan. Shapes it has seen last are not checked again.
+
+    Args:
+        options: what was planned.
+        info: the plan.
+        kv_layout: "NHD" or "HND".
+        device: where the plan runs.
+        max_page: largest page id where the host knows it, else -1.
+    """
+
+    def __init__(self, options: AttentionOptions, info: PlanInfo, kv_layout: str, device: Device, max_page: int) -> None:
+        self._options = options
+        self._info = info
+        self._kv_layout = kv_layout
+        self._device = device
+        self._max_page = max_page
+        self._seen: tuple[Any, ...] | None = None
+        self._kv_strides: tuple[KvStrides, KvStrides] = (KvStrides(0, 0, 0), KvStrides(0, 0, 0))
+
+    def check(self, q: Any, k: ArrayView, v: ArrayView, out: Any, lse: Any, return_lse: bool) -> tuple[RunArrays, Any, Any]:
+        """Return the arrays of a run, the output and the LSE array; the latter two are made if None was given.
+
+        Raises:
+            ArgumentError, ArgumentTypeError: an array that does not fit the plan, by name.
+            StateError: arrays of another batch than the planned one.
+        """
+        query = as_view(q, "q")
+        seen = (query.shape, query.strides, query.dtype, query.device, k[1:5], v[1:5])
+        if seen != self._seen:
+            self._check_query(query)
+            self._kv_strides = self._check_cache(k, "k", self._options.head_dim_qk), self._check_cache(v, "v", self._options.head_dim_vo)
+            if k.shape[:-1] != v.shape[:-1]:
+                raise ArgumentError(f"v: got shape {v.shape}, k has {k.shape}; they may differ in the last dimension only")
+            self._seen = seen
+        if out is None:
+            out = empty_output((*query.shape[:2], self._options.head_dim_vo), self._options.q_dtype, self._device)
+            output = as_view(out, "out")
+        else:
+            output = as_view(out, "out")
+            self._check_output(output, query)
+        if (query.ptr | k.ptr | v.ptr | output.ptr) % 16:
+            for view, name in ((query, "q"), (k, "k"), (v, "v"), (output, "out")):
+                check_row_alignment(view, name)
+        scores = None
+        if return_lse or lse is not None:
+            if lse is None:
+                lse = empty_output(query.shape[:2], "float32", self._device)
+                scores = as_view(lse, "lse")
+            else:
+                scores = as_view(lse, "lse")
+                self._check_lse(scores, query)
+        return RunArrays(query, k, v, output, scores, *self._kv_strides), out, lse
+
+    def _check_device(self, view: ArrayView, name: str) -> None:
+        if view.device != self._device:
+            raise ArgumentError(f"{name}: lies on {view.device}, the plan is for {self._device}")
+
+    def _check_query(self, q: ArrayView) -> None:
+        options, info = self._options, self._info
+        if q.dtype != options.q_dtype:
+            raise ArgumentTypeError(f"q: got {q.dtype}, the plan is for {options.q_dtype}")
+        if len(q.shape) != 3 or q.shape[1:] != (options.num_qo_heads, options.head_dim_qk):
+            raise ArgumentError(
+                f"q: got shape {q.shape}, expected (num_tokens, num_qo_heads = {options.num_qo_heads}, head_dim = {options.head_dim_qk})"
+            )
+        self._check_device(q, "q")
+        # A CUDA graph's arrays are as long as its largest batch.
+        if q.shape[0] < info.num_qo_tokens or (q.shape[0] > info.num_qo_tokens and not info.cuda_graph):
+            raise StateError(f"q: has {q.shape[0]} query tokens, the planned batch has {info.num_qo_tokens}")
+        row_strides(q, "q", 2)
+
+    def _check_cache(self, view: ArrayView, name: str, head_dim: int) -> KvStrides:
+        options = self._options
+        allowed = (options.kv_dtype, "uint8") if options.kv_dtype in FP8_TYPES else (options.kv_dtype,)
+        if view.dtype not in allowed:
+            raise ArgumentTypeError(f"{name}: got {view.dtype}, the plan is for {' or '.join(allowed)}")
+        self._check_device(view, name)
+        bytes_per_element = itemsize(options.kv_dtype)
+        if options.paged:
+            tokens_first = (options.page_size, options.num_kv_heads)
+            expected: tuple[int, ...] = tokens_first if self._kv_layout == "NHD" else tokens_first[::-1]
+            if len(view.shape) != 4 or view.shape[1:] != (*expected, head_dim):
+                raise ArgumentError(f"{name}: got shape {view.shape}, expected (num_pages, {', '.join(map(str, (*expected, head_dim)))})")
+            if view.shape[0] <= self._max_page:
+                raise ArgumentError(f"{name}: has {view.shape[0]} pages, the page table refers to page {self._max_page}")
+            page, first, second = row_strides(view, name, bytes_per_element)
+            return KvStrides(page, first, second) if self._kv_layout == "NHD" else KvStrides(page, second, first)
+        tokens_at = 0 if self._kv_layout == "NHD" else 1
+        if len(view.shape) != 3 or view.shape[1 - tokens_at] != options.num_kv_heads or view.shape[2] != head_dim:
+            order = "(num_keys, num_kv_heads, head_dim)" if tokens_at == 0 else "(num_kv_heads, num_keys, head_dim)"
+            raise ArgumentError(f"{name}: got shape {view.shape}, expected {order} with {options.num_kv_heads} heads of width {head_dim}")
+        if view.shape[tokens_at] < self._info.num_kv_entries:
+            raise StateError(f"{name}: has {view.shape[tokens_at]} keys, the planned batch has {self._info.num_kv_entries}")
+        strides = row_strides(view, name, bytes_per_element)
+        return KvStrides(0, strides[tokens_at], strides[1 - tokens_at])
+
+    def _check_output(self, out: ArrayView, q: ArrayView) -> None:
+        options = self._options
+        if out.dtype != options.q_dtype:
+            raise ArgumentTypeError(f"out: got {out.dtype}, expected {options.q_dtype} like q")
+        expected = (*q.shape[:2], options.head_dim_vo)
+        if out.shape != expected:
+            raise ArgumentError(f"out: got shape {out.shape}, expected {expected}")
+        self._check_device(out, "out")
+        require_writable(out, "out")
+        if any(stride == 0 and size > 1 for stride, size in zip(row_strides(out, "out", 2), out.shape, strict=False)):
+            raise ArgumentError(f"out: strides {out.strides} make rows overlap")
+
+    def _check_lse(self, lse: ArrayView, q: ArrayView) -> None:
+        if lse.dtype != "float32":
+            raise ArgumentTypeError(f"lse: got {lse.dtype}, expected float32")
+        if lse.shape != q.shape[:2]:
+            raise ArgumentError(f"lse: got shape {lse.shape}, expected {q.shape[:2]}")
+        self._check_device(lse, "lse")
+        require_writable(lse, "lse")
+        contiguous = (lse.shape[1], 1)
+        if any(have != want and size > 1 for have, want, size in zip(lse.strides, contiguous, lse.shape, strict=True)):
+            raise ArgumentError(f"lse: got strides {lse.strides}, expected a contiguous array")

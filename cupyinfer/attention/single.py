@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention of one request, without a plan: sized, planned and run in one call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cupyinfer.attention.decode import decode_request
+from cupyinfer.attention.options import check_kv_layout
+from cupyinfer.attention.plan import AttentionRequest, plan_attention
+from cupyinfer.attention.prefill import ragged_prefill_request
+from cupyinfer.attention.workspaces import Workspaces
+from cupyinfer.backends.device import read_profile
+from cupyinfer.errors import ArgumentError
+from cupyinfer.interop import ArrayView, Device, as_view, empty_output, use_device
+from cupyinfer.schedule.profile import HOST_PROFILE, DeviceProfile
+
+
+def single_decode_with_kv_cache(
+    q: Any, k: Any, v: Any, kv_layout: str = "NHD", *, return_lse: bool = False, q_scale: float | None = None,
+    k_scale: Any = None, v_scale: Any = None, kv_data_type: Any = None, **options: Any,
+) -> Any:  # fmt: skip
+    """Attention of one query token.
+
+    Workspaces come from CuPy's memory pool (NumPy: the heap) for the time of the call.
+
+    Args:
+        q: [num_qo_heads, head_dim].
+        k: [kv_len, num_kv_heads, head_dim] (NHD) or [num_kv_heads, kv_len, head_dim] (HND).
+        v: the same with head_dim_vo.
+        kv_layout: "NHD" or "HND".
+        return_lse: also return the base-2 log-sum-exp.
+        q_scale, k_scale, v_scale: factors, as for `BatchDecodeWithPagedKVCacheWrapper.run`.
+        kv_data_type: the cache's element type when k and v are fp8 bytes in uint8 arrays; by default that of k.
+        options: pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta, alibi_slopes, sinks, as for
+            `BatchDecodeWithPagedKVCacheWrapper.plan`.
+
+    Returns:
+        [num_qo_heads, head_dim_vo] as the array type of `q`; with return_lse a pair of it and float32 [num_qo_heads].
+
+    Raises:
+        ArgumentError, ArgumentTypeError: an argument that does not fit, by name.
+    """
+    query = as_view(q, "q")
+    if len(query.shape) != 2:
+        raise ArgumentError(f"q: got shape {query.shape}, expected (num_qo_heads, head_dim)")
+    keys, values = _ragged(k, v)
+    heads_first = check_kv_layout(kv_layout) == "HND"
+    kv_len, num_kv_heads = keys.shape[:2][::-1] if heads_first else keys.shape[:2]
+    # All keys are one page: a single row of the page table, read through a four-dimensional view.
+    pages = tuple(view._replace(shape=(1, *view.shape), strides=(0, *view.strides)) for view in (keys, values))
+    request = decode_request(
+        [0, min(kv_len, 1)],
+        [0] * min(kv_len, 1),
+        [kv_len],
+        query.shape[0],
+        num_kv_heads,
+        query.shape[1],
+        max(kv_len, 1),
+        kv_layout=kv_layout,
+        q_data_type=query.dtype,
+        kv_data_type=keys.dtype if kv_data_type is None else kv_data_type,
+        head_dim_vo=values.shape[2],
+        **options,
+    )
+    if not kv_len:
+        # A page without keys: the cache is never read, so any shape that fits the plan will do.
+        pages = tuple(view._replace(shape=(1, *_one_key(view, heads_first))) for view in pages)
+    scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
+    return _run_once(request, q, query, pages[0], pages[1], return_lse, scales)
+
+
+def _one_key(view: ArrayView, heads_first: bool) -> tuple[int, ...]:
+    shape = list(view.shape[1:])
+    shape[1 if heads_first else 0] = 1
+    return tuple(shape)
+
+
+def single_prefill_with_kv_cache(
+    q: Any, k: Any, v: Any, kv_layout: str = "NHD", *, return_lse: bool = False, q_scale: float | None = None,
+    k_scale: Any = None, v_scale: Any = None, kv_data_type: Any = None, **options: Any,
+) -> Any:  # fmt: skip
+    """Attention of the query tokens of one request.
+
+    Workspaces come from CuPy's memory pool (NumPy: the heap) for the time of the call.
+
+    Args:
+        q: [qo_len, num_qo_heads, head_dim_qk].
+        k: [kv_len, num_kv_heads, head_dim_qk] (NHD) or [num_kv_heads, kv_len, head_dim_qk] (HND).
+        v: the same with head_dim_vo.
+        kv_layout, return_lse, q_scale, k_scale, v_scale, kv_data_type: as for `single_decode_with_kv_cache`.
+        options: causal, custom_mask ([qo_len, kv_len] or flattened), packed_custom_mask, window_left and the rest, as for
+            `BatchPrefillWithRaggedKVCacheWrapper.plan`.
+
+    Returns:
+        [qo_len, num_qo_heads, head_dim_vo] as the array type of `q`; with return_lse a pair of it and float32 [qo_len, num_qo_heads].
+
+    Raises:
+        ArgumentError, ArgumentTypeError: an argument that does not fit, by name.
+    """
+    query = as_view(q, "q")
+    if len(query.shape) != 3:
+        raise ArgumentError(f"q: got shape {query.shape}, expected (qo_len, num_qo_heads, head_dim)")
+    keys, values = _ragged(k, v)
+    kv_len, num_kv_heads = keys.shape[:2][::-1] if check_kv_layout(kv_layout) == "HND" else keys.shape[:2]
+    mask = options.pop("custom_mask", None)
+    if mask is not None and getattr(mask, "ndim", 1) == 2:
+        if tuple(mask.shape) != (query.shape[0], kv_len):
+            raise ArgumentError(f"custom_mask: got shape {tuple(mask.shape)}, expected ({query.shape[0]}, {kv_len})")
+        mask = mask.reshape(-1)
+    request = ragged_prefill_request(
+        [0, query.shape[0]],
+        [0, kv_len],
+        query.shape[1],
+        num_kv_heads,
+        query.shape[2],
+        kv_layout=kv_layout,
+        q_data_type=query.dtype,
+        kv_data_type=keys.dtype if kv_data_type is None else kv_data_type,
+        head_dim_vo=values.shape[2],
+        custom_mask=mask,
+        **options,
+    )
+    scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
+    return _run_once(request, q, query, keys, values, return_lse, scales)
+
+
+def _ragged(k: Any, v: Any) -> tuple[ArrayView, ArrayView]:
+    views = as_view(k, "k"), as_view(v, "v")
+    for view, name in zip(views, ("k", "v"), strict=True):
+        if len(view.shape) != 3:
+            raise ArgumentError(f"{name}: got shape {view.shape}, expected three dimensions")
+    return views
+
+
+def _run_once(
+    request: AttentionRequest, q: Any, query: ArrayView, k: ArrayView, v: ArrayView, return_lse: bool, scales: dict[str, Any]
+) -> Any:
+    device = query.device
+    if device.kind == "cpu":
+        return _planned_and_run(request, q, query, k, v, return_lse, scales, HOST_PROFILE, device)
+    with use_device(device.index):
+        return _planned_and_run(request, q, query, k, v, return_lse, scales, read_profile(device.index), device)
+
+
+def _planned_and_run(
+    request: AttentionRequest,
+    q: Any,
+    query: ArrayView,
+    k: ArrayView,
+    v: ArrayView,
+    return_lse: bool,
+    scales: dict[str, Any],
+    profile: DeviceProfile,
+    device: Device,
+) -> Any:
+    size = request.draft(profile).size
+    buffers = [empty_output((num_bytes,), "uint8", device) for num_bytes in size]
+    plan = plan_attention(request, Workspaces(*buffers), profile)
+    if not request.options.decode:
+        return plan.run(q, k, v, return_lse=return_lse, **scales)
+    # One token in, one token out: the token dimension exists only on the way.
+    one_token = query._replace(shape=(1, *query.shape), strides=(0, *query.strides))
+    out = empty_output((query.shape[0], request.options.head_dim_vo), request.options.q_dtype, device)
+    lse = empty_output((query.shape[0],), "float32", device) if return_lse else None
+    return plan.run_single(q, one_token, k, v, out, lse, scales)

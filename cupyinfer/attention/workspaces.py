@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The caller's two workspace buffers: what array type and device they are, and allocators over them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cupyinfer.backends.device import current_device, has_gpu
+from cupyinfer.errors import ArgumentError, WorkspaceError
+from cupyinfer.interop import CPU_DEVICE, Device, as_view, cuda_device, cupy_array, numpy_array, require_writable
+from cupyinfer.schedule.profile import HOST_PROFILE, DeviceProfile
+from cupyinfer.workspace import AlignedAllocator, WorkspaceSize, check_alignment
+from cupyinfer.workspace.allocator import buffer_address
+
+BACKENDS = ("auto", "fa2", "host")
+
+
+def check_backend(backend: Any) -> str:
+    """Return `backend`; raise ArgumentError unless it is one of BACKENDS."""
+    if backend not in BACKENDS:
+        raise ArgumentError(f"backend: got {backend!r}, expected one of {', '.join(BACKENDS)}")
+    return str(backend)
+
+
+class Workspaces:
+    """Two buffers of one device, seen as bytes.
+
+    Args:
+        float_buffer: any contiguous writable array, or None when no bytes are needed.
+        int_buffer: the same.
+        backend: "auto" takes what suits the buffers, "fa2" insists on a GPU, "host" on NumPy.
+
+    Raises:
+        WorkspaceError: a buffer is strided, unaligned or read-only, or lies where the backend cannot use it.
+        ArgumentError: the buffers lie on different devices.
+    """
+
+    def __init__(self, float_buffer: Any, int_buffer: Any, backend: str = "auto") -> None:
+        self._given = float_buffer is not None, int_buffer is not None
+        self.float_bytes, float_device = _bytes_of(float_buffer, "float_workspace_buffer")
+        self.int_bytes, int_device = _bytes_of(int_buffer, "int_workspace_buffer")
+        if float_device is not None and int_device is not None and float_device != int_device:
+            raise ArgumentError(f"int_workspace_buffer: lies on {int_device}, float_workspace_buffer on {float_device}")
+        self.device: Device = int_device or float_device or _default_device(backend)
+        kind = {"fa2": "cuda", "host": "cpu"}.get(backend, self.device.kind)
+        if self.device.kind != kind:
+            raise WorkspaceError(f"workspace buffers: lie on {self.device}, backend {backend!r} needs them on {kind}")
+
+    @property
+    def host_profile(self) -> DeviceProfile:
+        """What the host backend plans for."""
+        return HOST_PROFILE
+
+    @property
+    def float_address(self) -> int:
+        """Device address of the float workspace, 0 without one."""
+        return 0 if self.float_bytes is None else buffer_address(self.float_bytes)
+
+    @property
+    def int_address(self) -> int:
+        """Device address of the int workspace, 0 without one."""
+        return 0 if self.int_bytes is None else buffer_address(self.int_bytes)
+
+    def allocators(self, size: WorkspaceSize) -> tuple[AlignedAllocator, AlignedAllocator]:
+        """Allocators that place into the buffers.
+
+        Raises:
+            WorkspaceError: bytes are needed of a buffer that was not given, or a buffer is too small as a whole.
+        """
+        pairs = (("float_workspace_buffer", self.float_bytes, size.float_bytes), ("int_workspace_buffer", self.int_bytes, size.int_bytes))
+        allocators = []
+        for (name, buffer, needed), given in zip(pairs, self._given, strict=True):
+            if needed and not given:
+                raise WorkspaceError(f"{name}: was not given, this plan needs {needed} bytes (workspace_size tells beforehand)")
+            allocators.append(AlignedAllocator(buffer, name) if given else AlignedAllocator(name=name))
+        return allocators[0], allocators[1]
+
+
+def _default_device(backend: str) -> Device:
+    if backend == "fa2" or (backend == "auto" and has_gpu()):
+        return cuda_device(current_device())
+    return CPU_DEVICE
+
+
+def _bytes_of(buffer: Any, name: str) -> tuple[Any, Device | None]:
+    if buffer is None:
+        return None, None
+    view = as_view(buffer, name)
+    require_writable(view, name)
+    array = numpy_array(view) if view.device.kind == "cpu" else cupy_array(view)
+    if not array.flags.c_contiguous:
+        raise WorkspaceError(f"{name}: got strides {view.strides} for shape {view.shape}, a workspace is contiguous")
+    check_alignment(array, name)
+    return array.reshape(-1).view("uint8"), view.device

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the three batch wrappers share: buffers, CUDA-graph capacity, sizing, planning and running."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from cupyinfer.attention.metadata import PlanValues, alibi_slopes
+from cupyinfer.attention.options import AttentionOptions, check_kv_layout
+from cupyinfer.attention.plan import AttentionRequest, Plan, plan_attention
+from cupyinfer.attention.workspaces import Workspaces, check_backend
+from cupyinfer.backends.device import current_device, read_profile
+from cupyinfer.errors import ArgumentError, StateError
+from cupyinfer.interop import ArrayView
+from cupyinfer.schedule.capacity import BatchLimits
+from cupyinfer.schedule.geometry import BatchGeometry
+from cupyinfer.schedule.plan_info import PlanInfo
+from cupyinfer.schedule.profile import HOST_PROFILE, DeviceProfile, named_profile
+from cupyinfer.workspace import WorkspaceSize
+
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+#: Arguments of the request functions that a wrapper supplies.
+_SUPPLIED = ("kv_layout", "copy_pages")
+
+
+def arguments_of(request: Callable[..., Any]) -> Callable[[_Method], _Method]:
+    """Show a method that passes its arguments on to `request` with the arguments it really takes."""
+
+    def decorate(method: _Method) -> _Method:
+        own = inspect.signature(method)
+        taken = [parameter for name, parameter in inspect.signature(request).parameters.items() if name not in _SUPPLIED]
+        method.__signature__ = own.replace(parameters=[own.parameters["self"], *taken])  # type: ignore[attr-defined]
+        return method
+
+    return decorate
+
+
+def plan_values(options: AttentionOptions, geometry: BatchGeometry, masks: tuple[Any, Any], slopes: Any, sinks: Any) -> PlanValues:
+    """Take in a plan's custom mask, ALiBi slopes (the published ones by default) and attention sinks.
+
+    Raises:
+        ArgumentError: slopes without ALIBI, or an array that does not fit.
+    """
+    values = PlanValues()
+    if slopes is not None and options.pos_encoding_mode != "ALIBI":
+        raise ArgumentError(f"alibi_slopes: given with pos_encoding_mode {options.pos_encoding_mode!r}, they need 'ALIBI'")
+    if options.pos_encoding_mode == "ALIBI":
+        values.add_per_head("alibi_slopes", alibi_slopes(options.num_qo_heads) if slopes is None else slopes, options.num_qo_heads)
+    if sinks is not None:
+        values.add_per_head("sinks", sinks, options.num_qo_heads)
+    if masks != (None, None):
+        values.add_mask(geometry, *masks)
+    return values
+
+
+class BatchAttentionWrapper:
+    """Buffers, capacity and the current plan of one wrapper. The subclasses turn their arguments into an AttentionRequest.
+
+    Args:
+        float_workspace_buffer: memory for partial results: any contiguous array, 16-byte aligned. May be set later, or never
+            when `workspace_size` says 0 bytes.
+        int_workspace_buffer: memory for the plan's records, likewise.
+        kv_layout: "NHD" (tokens before heads) or "HND".
+        use_cuda_graph: keep the grid and every offset the same from plan to plan, so that a captured `run` stays valid.
+        backend: "auto", "fa2" (GPU) or "host" (NumPy).
+        profile: GPU to size and plan for, by name or as a DeviceProfile; by default the one that holds the workspaces, for
+            sizing without any the current one, and without a GPU the host backend's.
+        max_batch_size: requests a CUDA graph must hold; by default those of the first plan.
+        max_num_qo_tokens: query tokens it must hold (prefill); by default those of the first plan.
+        max_num_pages: page-table entries it must hold; by default those of the first plan.
+        max_kv_len: keys of its longest request; needed with fixed_split_size, by default that of the first plan.
+    """
+
+    def __init__(
+        self,
+        float_workspace_buffer: Any = None,
+        int_workspace_buffer: Any = None,
+        kv_layout: str = "NHD",
+        *,
+        use_cuda_graph: bool = False,
+        backend: str = "auto",
+        profile: str | DeviceProfile | None = None,
+        max_batch_size: int | None = None,
+        max_num_qo_tokens: int | None = None,
+        max_num_pages: int | None = None,
+        max_kv_len: int | None = None,
+    ) -> None:
+        self._kv_layout = check_kv_layout(kv_layout)
+        self._backend = check_backend(backend)
+        self._profile = None if profile is None else named_profile(profile)
+        self._use_cuda_graph = bool(use_cuda_graph)
+        self._capacity = (max_batch_size, max_num_qo_tokens, max_num_pages, max_kv_len)
+        self._graph: tuple[BatchLimits, int, AttentionOptions] | None = None
+        self._plan: Plan | None = None
+        self.reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
+
+    @property
+    def is_cuda_graph_enabled(self) -> bool:
+        """Whether plans keep their launch and offsets for CUDA graphs."""
+        return self._use_cuda_graph
+
+    @property
+    def plan_info(self) -> PlanInfo:
+        """The current plan as a value.
+
+        Raises:
+            StateError: nothing was planned.
+        """
+        return self._planned().info
+
+    def reset_workspace_buffer(self, float_workspace_buffer: Any, int_workspace_buffer: Any) -> None:
+        """Exchange both workspaces. The next call must be `plan`.
+
+        Raises:
+            WorkspaceError: a buffer is strided, unaligned, read-only, or of the wrong kind of device for the backend.
+        """
+        self._workspaces = Workspaces(float_workspace_buffer, int_workspace_buffer, self._backend)
+        self._plan = None
+
+    def _sizing_profile(self) -> DeviceProfile:
+        if self._profile is not None:
+            return self._profile
+        if self._backend == "host" or (self._backend == "auto" and self._workspaces.device.kind == "cpu"):
+            return HOST_PROFILE
+        return read_profile(self._workspaces.device.index if self._workspaces.int_bytes is not None else current_device())
+
+    def _size(self, request: AttentionRequest) -> WorkspaceSize:
+        return self._within_graph(request)[0].draft(self._sizing_profile()).size
+
+    def _make_plan(self, request: AttentionRequest) -> None:
+        request, graph = self._within_graph(request)
+        self._plan = plan_attention(request, self._workspaces, self._profile)
+        self._graph = graph
+
+    def _within_graph(self, request: AttentionRequest) -> tuple[AttentionRequest, tuple[BatchLimits, int, AttentionOptions] | None]:
+        """The request with the limits of this object's CUDA graph, which the first plan fixes."""
+        if not self._use_cuda_graph:
+            return request, None
+        graph = self._graph
+        if graph is None:
+            geometry = request.geometry
+            batch, tokens, pages, kv_len = self._capacity
+            batch = geometry.batch_size if batch is None else batch
+            tokens = batch if request.options.decode else geometry.num_qo_tokens if tokens is None else tokens
+            kv_len = int(geometry.kv_len.max(initial=0)) if kv_len is None and request.options.fixed_split_size is not None else kv_len
+            graph = BatchLimits(batch, tokens, kv_len), geometry.num_kv_entries if pages is None else pages, request.options
+        elif graph[2] != request.options:
+            raise ArgumentError(f"plan: a CUDA graph keeps the options of its first plan, {graph[2]}; got {request.options}")
+        return replace(request, graph_limits=graph[0], graph_pages=graph[1]), graph
+
+    def _planned(self) -> Plan:
+        if self._plan is None:
+            raise StateError("run: nothing is planned; call plan first, and again after reset_workspace_buffer")
+        return self._plan
+
+    def _run(self, q: Any, k: ArrayView, v: ArrayView, options: dict[str, Any], fixed: dict[str, Any]) -> Any:
+        """Run the plan. `fixed` are options that only a plan sets: naming one again must agree with it."""
+        plan = self._planned()
+        for name, value in fixed.items():
+            if value is not None and value != getattr(plan.options, name):
+                raise ArgumentError(f"{name}: got {value} at run, the plan has {getattr(plan.options, name)}; options are fixed by plan")
+        return plan.run(q, k, v, **options)

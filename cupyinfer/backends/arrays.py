@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The arrays of one run in the form kernels take them: addresses, and strides by what they step over."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+from cupyinfer.errors import ArgumentError, ArgumentTypeError
+from cupyinfer.interop import ArrayView
+
+#: Kernels move 16 bytes at a time, so every row of a head begins at a multiple of that.
+ROW_ALIGNMENT = 16
+
+
+class KvStrides(NamedTuple):
+    """Steps through one cache, in elements."""
+
+    page: int
+    token: int
+    head: int
+
+
+class RunArrays(NamedTuple):
+    """The arrays of one run.
+
+    Attributes:
+        q: [num_tokens, num_qo_heads, head_dim_qk].
+        k: the cache as it came, of any layout.
+        v: the same.
+        o: [num_tokens, num_qo_heads, head_dim_vo].
+        lse: float32 [num_tokens, num_qo_heads], or None.
+        k_strides: steps through k.
+        v_strides: steps through v.
+    """
+
+    q: ArrayView
+    k: ArrayView
+    v: ArrayView
+    o: ArrayView
+    lse: ArrayView | None
+    k_strides: KvStrides
+    v_strides: KvStrides
+
+
+class RunScales(NamedTuple):
+    """Factors of one run: floats for the whole tensor, float32 arrays of one value per KV head."""
+
+    sm_scale: float
+    k_scale: float | ArrayView
+    v_scale: float | ArrayView
+
+
+def row_strides(view: ArrayView, argument: str, itemsize: int) -> tuple[int, ...]:
+    """Strides of all dimensions but the last, 0 where there is nothing to step over.
+
+    Raises:
+        ArgumentError: elements of a row are not neighbours, a stride is negative, or rows are not 16-byte aligned.
+    """
+    if view.strides[-1] != 1 and view.shape[-1] > 1:
+        raise ArgumentError(f"{argument}: head dimension has stride {view.strides[-1]}, its elements must be neighbours (stride 1)")
+    strides = tuple(stride if size > 1 else 0 for stride, size in zip(view.strides[:-1], view.shape[:-1], strict=True))
+    for stride in strides:
+        if stride < 0 or stride * itemsize % ROW_ALIGNMENT:
+            raise ArgumentError(
+                f"{argument}: strides {view.strides} (in elements of {itemsize} bytes), every step between rows must be a "
+                f"non-negative multiple of {ROW_ALIGNMENT} bytes"
+            )
+    return strides
+
+
+def check_row_alignment(view: ArrayView, argument: str) -> None:
+    """Raise ArgumentError unless the first element lies at a multiple of 16 bytes."""
+    if view.ptr % ROW_ALIGNMENT:
+        raise ArgumentError(
+            f"{argument}: begins {view.ptr % ROW_ALIGNMENT} bytes past a multiple of {ROW_ALIGNMENT}, rows must be 16-byte aligned"
+        )
+
+
+def per_head_scale(values: ArrayView, argument: str, num_kv_heads: int) -> ArrayView:
+    """Check one float32 factor per KV head.
+
+    Raises:
+        ArgumentTypeError: not float32.
+        ArgumentError: another shape, or strided.
+    """
+    if values.dtype != "float32":
+        raise ArgumentTypeError(f"{argument}: got {values.dtype}, expected a float or a float32 array")
+    if values.shape != (num_kv_heads,) or (num_kv_heads > 1 and values.strides[0] != 1):
+        raise ArgumentError(f"{argument}: got shape {values.shape}, expected contiguous ({num_kv_heads},), one per KV head")
+    return values
+
+

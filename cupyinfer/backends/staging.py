@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pinned memory for plan uploads: a block is reused only after the copy that reads it has finished."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+_MIN_BYTES = 1 << 14
+
+
+class _Block:
+    """Pinned bytes, and the event behind the last copy that reads them."""
+
+    __slots__ = ("event", "memory")
+
+    def __init__(self, num_bytes: int) -> None:
+        import cupy
+        import cupyx
+
+        self.memory: npt.NDArray[np.uint8] = cupyx.empty_pinned(num_bytes, np.uint8)
+        self.event = cupy.cuda.Event(disable_timing=True)
+
+
+class StagingPool:
+    """Pinned blocks of one device. Asking never waits: when every block is still being read, there is one more."""
+
+    def __init__(self) -> None:
+        self._free: list[_Block] = []
+        self._lock = threading.Lock()
+
+    def upload(self, fill: Any, num_bytes: int, destination: int, stream_ptr: int, stream: Any) -> Any:
+        """Fill a block and queue its copy to `destination` on a stream; returns an event behind the copy.
+
+        Args:
+            fill: called with the block as uint8 [num_bytes].
+            num_bytes: bytes to copy.
+            destination: device address.
+            stream_ptr: handle of the stream.
+            stream: the CuPy stream of that handle.
+        """
+        from cupy.cuda import runtime
+
+        block = self._take(num_bytes)
+        try:
+            fill(block.memory[:num_bytes])
+            runtime.memcpyAsync(destination, block.memory.ctypes.data, num_bytes, runtime.memcpyHostToDevice, stream_ptr)
+            block.event.record(stream)
+            event = block.event
+        finally:
+            with self._lock:
+                self._free.append(block)
+        return event
+
+    def _take(self, num_bytes: int) -> _Block:
+        with self._lock:
+            for at, block in enumerate(self._free):
+                if block.memory.nbytes >= num_bytes and block.event.done:
+                    return self._free.pop(at)
+        return _Block(max(_MIN_BYTES, 1 << (num_bytes - 1).bit_length()))
+
+
+_pools: dict[int, StagingPool] = {}
+_pools_lock = threading.Lock()
+
+
+def staging_pool(device_id: int) -> StagingPool:
+    """The pool of a device."""
+    with _pools_lock:
+        return _pools.setdefault(device_id, StagingPool())

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""workspace_bound: bytes that suffice for every batch within limits, known before any batch is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from cupyinfer.dtypes import FP8_TYPES, HALF_TYPES, canonical_dtype, itemsize
+from cupyinfer.errors import ArgumentError, ArgumentTypeError
+from cupyinfer.schedule.capacity import BatchLimits
+from cupyinfer.schedule.planner import PlanShape, bound
+from cupyinfer.schedule.profile import DeviceProfile, named_profile
+from cupyinfer.workspace import WorkspaceSize
+
+
+@dataclass(frozen=True)
+class WorkspaceLimits:
+    """Everything a workspace bound depends on besides the GPU.
+
+    Attributes:
+        kind: "decode" or "prefill".
+        max_batch_size: requests of a batch.
+        num_qo_heads: query heads.
+        num_kv_heads: KV heads.
+        head_dim: width of queries and keys.
+        head_dim_vo: width of values and outputs, by default head_dim.
+        max_num_qo_tokens: query tokens of a batch; needed for prefill.
+        max_num_pages: page-table entries of a batch, when page tables are given on the host (a contiguous int32 device table takes no workspace).
+        page_size: keys per page; matters with fixed_split_size only.
+        kv_data_type: element type of the cache.
+        fixed_split_size: as for `plan`.
+        disable_split_kv: as for `plan`.
+        max_kv_len: keys of the longest request; needed with fixed_split_size.
+        value_bytes: bytes of per-head values (4 per query head for each of alibi_slopes and sinks, rounded up to 16) and packed masks.
+    """
+
+    kind: str
+    max_batch_size: int
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim: int
+    head_dim_vo: int | None = None
+    max_num_qo_tokens: int | None = None
+    max_num_pages: int | None = None
+    page_size: int = 1
+    kv_data_type: Any = "bfloat16"
+    fixed_split_size: int | None = None
+    disable_split_kv: bool = False
+    max_kv_len: int | None = None
+    value_bytes: int | None = None
+
+
+def workspace_bound(limits: WorkspaceLimits, profile: str | DeviceProfile) -> WorkspaceSize:
+    """Bytes of each workspace that suffice for every batch within `limits`, with and without CUDA graphs.
+
+    An even cut of all work into one share per CTA leaves at most two parts per cut, whatever the batch: so partial results never
+    exceed ``2 * num_sms * rows_per_tile * (head_dim_vo + 1) * 4`` bytes.
+
+    Args:
+        limits: heads, widths and the largest batch.
+        profile: the GPU, by name or as a DeviceProfile.
+
+    Raises:
+        ArgumentError: limits that are missing or make no sense.
+    """
+    if not isinstance(limits, WorkspaceLimits):
+        raise ArgumentTypeError(f"limits: got {type(limits).__name__}, expected WorkspaceLimits")
+    if limits.kind not in ("decode", "prefill"):
+        raise ArgumentError(f"kind: got {limits.kind!r}, expected 'decode' or 'prefill'")
+    decode = limits.kind == "decode"
+    tokens = limits.max_batch_size if decode else limits.max_num_qo_tokens
+    if tokens is None:
+        raise ArgumentError("max_num_qo_tokens: a prefill bound needs it")
+    shape = PlanShape(
+        decode,
+        limits.num_qo_heads,
+        limits.num_kv_heads,
+        limits.head_dim,
+        limits.head_dim if limits.head_dim_vo is None else limits.head_dim_vo,
+        itemsize(canonical_dtype(limits.kv_data_type, "kv_data_type", (*HALF_TYPES, *FP8_TYPES))),
+        limits.page_size,
+        fixed_split_size=limits.fixed_split_size,
+        disable_split_kv=limits.disable_split_kv,
+    )
+    batch = BatchLimits(limits.max_batch_size, tokens, limits.max_kv_len)
+    return bound(shape, batch, named_profile(profile), limits.max_num_pages, limits.value_bytes)

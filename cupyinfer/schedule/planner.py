@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a batch to a drafted plan: the one path that sizing and planning share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from cupyinfer.errors import ArgumentError
+from cupyinfer.schedule.capacity import BatchLimits, capacity_counts
+from cupyinfer.schedule.geometry import BatchGeometry, check_heads
+from cupyinfer.schedule.layout import RegionCounts, lay_out, measure
+from cupyinfer.schedule.plan_info import DecodePlanInfo, PlanInfo, PrefillPlanInfo
+from cupyinfer.schedule.profile import DeviceProfile
+from cupyinfer.schedule.schedule import Schedule, SplitPolicy, make_schedule, make_split_policy
+from cupyinfer.schedule.tiles import TileConfig, check_head_dims, max_tile_q, tile_config
+from cupyinfer.schedule.tiling import KeySpan, choose_tile_q, make_tiles, tile_q_for_rows
+from cupyinfer.workspace import AlignedAllocator, WorkspaceSize
+
+
+@dataclass(frozen=True)
+class PlanShape:
+    """What a schedule depends on besides the batch and the GPU.
+
+    Attributes:
+        decode: one query token per request.
+        num_qo_heads: query heads.
+        num_kv_heads: KV heads.
+        head_dim_qk: width of queries and keys.
+        head_dim_vo: width of values and outputs.
+        kv_itemsize: bytes per element of the KV cache.
+        page_size: keys per page, 1 for ragged caches.
+        span: which keys a query may see.
+        fixed_split_size: pages (ragged: keys) per part, or None.
+        disable_split_kv: keep every unit in one CTA.
+    """
+
+    decode: bool
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim_qk: int
+    head_dim_vo: int
+    kv_itemsize: int = 2
+    page_size: int = 1
+    span: KeySpan = KeySpan()  # noqa: RUF009 - a frozen value
+    fixed_split_size: int | None = None
+    disable_split_kv: bool = False
+
+    def __post_init__(self) -> None:
+        check_heads(self.num_qo_heads, self.num_kv_heads)
+        check_head_dims(self.head_dim_qk, self.head_dim_vo)
+        self.policy(1)
+
+    @property
+    def group_size(self) -> int:
+        """Query heads per KV head."""
+        return self.num_qo_heads // self.num_kv_heads
+
+    def config(self, cta_tile_q: int, profile: DeviceProfile) -> TileConfig:
+        """Tile shape of the kernel with that many rows per tile on a GPU."""
+        return tile_config(cta_tile_q, self.head_dim_qk, self.head_dim_vo, self.kv_itemsize, profile.smem_per_sm, profile.smem_per_cta)
+
+    def policy(self, kv_tile: int) -> SplitPolicy:
+        """What may be divided, for a kernel with that many keys per iteration."""
+        return make_split_policy(self.fixed_split_size, self.disable_split_kv, self.page_size, kv_tile)
+
+    def capacity(self, config: TileConfig, profile: DeviceProfile, limits: BatchLimits, pages: int | None, values: int | None) -> RegionCounts:
+        """Region counts for every batch within `limits` on one kernel."""
+        return capacity_counts(
+            limits,
+            decode=self.decode,
+            config=config,
+            num_sms=profile.num_sms,
+            group_size=self.group_size,
+            num_kv_heads=self.num_kv_heads,
+            head_dim_vo=self.head_dim_vo,
+            policy=self.policy(config.kv_tile),
+            num_page_indices=pages,
+            value_bytes=values,
+        )
+
+    def tile_q_of_limits(self, limits: BatchLimits) -> int:
+        """Rows per tile that a CUDA-graph plan uses for every batch within `limits`."""
+        if self.decode:
+            return 16 if self.group_size <= 16 else 64
+        if self.policy(1).invariant:
+            return max_tile_q(self.head_dim_vo)
+        rows = limits.max_num_qo_tokens * self.group_size
+        return tile_q_for_rows(rows, rows, limits.max_batch_size, self.head_dim_vo)
+
+    def possible_tile_qs(self) -> tuple[int, ...]:
+        """Rows per tile that some batch may get outside of CUDA graphs."""
+        if self.decode:
+            return (16,) if self.group_size <= 16 else (64,)
+        if self.policy(1).invariant:
+            return (max_tile_q(self.head_dim_vo),)
+        return tuple(sorted({16, 64, max_tile_q(self.head_dim_vo)}))
+
+
+@dataclass(frozen=True, eq=False)
+class PlanDraft:
+    """A schedule and the regions it needs, before any memory is involved.
+
+    Attributes:
+        shape: what was planned.
+        geometry: the batch.
+        schedule: who computes what.
+        counts: what the workspaces must hold; under CUDA graphs, of the largest batch.
+        cuda_graph: offsets and grid do not depend on the batch.
+    """
+
+    shape: PlanShape
+    geometry: BatchGeometry
+    schedule: Schedule
+    counts: RegionCounts
+    cuda_graph: bool
+
+    @property
+    def size(self) -> WorkspaceSize:
+        """Bytes of both workspaces."""
+        return measure(self.counts)
+
+    def place(self, float_allocator: AlignedAllocator, int_allocator: AlignedAllocator) -> PlanInfo:
+        """Reserve every region and describe the plan.
+
+        Raises:
+            WorkspaceError: a buffer is too small.
+        """
+        offsets = lay_out(self.counts, float_allocator, int_allocator)
+        kind = DecodePlanInfo if self.shape.decode else PrefillPlanInfo
+        schedule = self.schedule
+        return kind(
+            num_requests=self.geometry.batch_size,
+            num_qo_tokens=self.geometry.num_qo_tokens,
+            num_kv_entries=self.geometry.num_kv_entries,
+            num_ctas=schedule.num_ctas,
+            cta_tile_q=schedule.config.cta_tile_q,
+            kv_tile=schedule.config.kv_tile,
+            num_tiles=len(schedule.tiles),
+            num_merge_groups=len(schedule.partition.merge_groups),
+            num_partial_rows=schedule.partition.num_partial_rows,
+            cuda_graph=int(self.cuda_graph),
+            tiles_offset=offsets.tiles,
+            cta_work_offset=offsets.cta_work,
+            merge_groups_offset=offsets.merge_groups,
+            page_indices_offset=offsets.page_indices,
+            values_offset=offsets.values,
+            partial_o_offset=offsets.partial_o,
+            partial_lse_offset=offsets.partial_lse,
+            float_bytes=float_allocator.num_allocated_bytes,
+            int_bytes=int_allocator.num_allocated_bytes,
+        )
+
+    def write_records(self, info: PlanInfo, records: npt.NDArray[np.uint8]) -> None:
+        """Fill the tile, CTA and merge-group regions of an int workspace, or of a staging copy of it."""
+        regions = (
+            (info.tiles_offset, self.schedule.tiles),
+            (info.cta_work_offset, self.schedule.partition.cta_work),
+            (info.merge_groups_offset, self.schedule.partition.merge_groups),
+        )
+        for offset, values in regions:
+            records[offset : offset + values.nbytes] = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+
+
+def draft_plan(
+    geometry: BatchGeometry,
+    shape: PlanShape,
+    profile: DeviceProfile,
+    *,
+    num_page_indices: int | None = None,
+    value_bytes: int | None = None,
+    mask_begin: npt.NDArray[np.int64] | None = None,
+    graph_limits: BatchLimits | None = None,
+) -> PlanDraft:
+    """Schedule a batch.
+
+    Args:
+        geometry: the batch.
+        shape: heads, widths and options.
+        profile: the GPU.
+        num_page_indices: page-table entries the int workspace must hold (under CUDA graphs: at most), or None.
+        value_bytes: bytes of per-head values and masks the int workspace must hold, or None.
+        mask_begin: [batch_size] first byte of each request's packed mask, or None.
+        graph_limits: plan for CUDA graphs, with grid and offsets that suit every batch within these limits.
+
+    Raises:
+        ArgumentError: the batch exceeds `graph_limits`.
+    """
+    if graph_limits is None:
+        probe = shape.policy(1)
+        tile_q = choose_tile_q(geometry, shape.group_size, shape.head_dim_vo, probe.invariant)
+    else:
+        _check_limits(geometry, graph_limits)
+        tile_q = shape.tile_q_of_limits(graph_limits)
+    config = shape.config(tile_q, profile)
+    grid = profile.num_sms * config.ctas_per_sm
+    tiles = make_tiles(geometry, shape.group_size, tile_q, config.kv_tile, shape.span, mask_begin)
+    schedule = make_schedule(
+        tiles, config, profile.num_sms, shape.num_kv_heads, shape.policy(config.kv_tile), None if graph_limits is None else grid
+    )
+    if graph_limits is not None:
+        counts = shape.capacity(config, profile, graph_limits, num_page_indices, value_bytes)
+    else:
+        counts = RegionCounts(
+            num_tiles=len(schedule.tiles),
+            num_ctas=schedule.num_ctas,
+            num_merge_groups=len(schedule.partition.merge_groups),
+            num_partial_rows=schedule.partition.num_partial_rows,
+            head_dim_vo=shape.head_dim_vo,
+            num_page_indices=num_page_indices,
+            value_bytes=value_bytes,
+        )
+    return PlanDraft(shape, geometry, schedule, counts, graph_limits is not None)
+
+
+def _check_limits(geometry: BatchGeometry, limits: BatchLimits) -> None:
+    if geometry.batch_size > limits.max_batch_size:
+        raise ArgumentError(f"batch: has {geometry.batch_size} requests, this object's CUDA graph holds at most {limits.max_batch_size}")
+    if geometry.num_qo_tokens > limits.max_num_qo_tokens:
+        raise ArgumentError(
+            f"batch: has {geometry.num_qo_tokens} query tokens, this object's CUDA graph holds at most {limits.max_num_qo_tokens}"
+        )
+    longest = int(geometry.kv_len.max(initial=0))
+    if limits.max_kv_len is not None and longest > limits.max_kv_len:
+        raise ArgumentError(f"batch: has a request of {longest} keys, this object's CUDA graph holds at most {limits.max_kv_len}")
+
+
+def bound(
+    shape: PlanShape, limits: BatchLimits, profile: DeviceProfile, num_page_indices: int | None = None, value_bytes: int | None = None
+) -> WorkspaceSize:
+    """Bytes that suffice for every batch within `limits`, with or without CUDA graphs."""
+    float_bytes = int_bytes = 0
+    for tile_q in shape.possible_tile_qs():
+        size = measure(shape.capacity(shape.config(tile_q, profile), profile, limits, num_page_indices, value_bytes))
+        float_bytes, int_bytes = max(float_bytes, size.float_bytes), max(int_bytes, size.int_bytes)
+    return WorkspaceSize(float_bytes, int_bytes)
+
+
+
