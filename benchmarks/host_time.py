@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``python -m benchmarks.host_time``: host microseconds of sizing, planning and running, by number of requests.
 
-With a GPU the wrappers are timed on it. Without one they are timed on the host backend, and the schedule is timed alone
-for a named GPU, stage by stage: that part is NumPy and the same everywhere.
+Sizing for a named GPU, and its schedule alone, stage by stage, are NumPy and the same everywhere. `plan` and `run` are timed on
+the GPU where there is one, and otherwise `plan` on the host backend.
 """
 
 from __future__ import annotations
@@ -98,33 +98,24 @@ def schedule_calls(case: Case, profile_name: str) -> dict[str, Callable[[], obje
     return {f"{name}, {profile.name}": call for name, call in (("geometry", geometry), ("tiles", tiles), ("schedule", schedule))}
 
 
-def wrapper_calls(case: Case, gpu: bool) -> dict[str, Callable[[], object]]:
-    """workspace_size, plan and (on a GPU) run of the decode wrapper, planned in workspaces of the exact size."""
+def wrapper_calls(case: Case, profile_name: str, gpu: bool) -> dict[str, Callable[[], object]]:
+    """workspace_size for the named GPU, plan, and on a GPU run, of the decode wrapper in workspaces of the exact size."""
     args = (*_host_arrays(case), case.num_qo_heads, case.num_kv_heads, case.head_dim, case.page_size)
+    sizer = cupyinfer.BatchDecodeWithPagedKVCacheWrapper(kv_layout="NHD", profile=profile_name)
+    calls: dict[str, Callable[[], object]] = {
+        f"workspace_size, {profile_name}": lambda: sizer.workspace_size(*args, q_data_type="bfloat16")
+    }
     if gpu:
         from benchmarks.data import CaseData
         from benchmarks.ours import Decode
 
-        data = CaseData(case)
-        prepared = Decode().prepare(data)
+        prepared = Decode().prepare(CaseData(case))
         assert prepared.plan is not None
-        wrapper = cupyinfer.BatchDecodeWithPagedKVCacheWrapper(_device_bytes(16), _device_bytes(16), kv_layout="NHD")
-        sizing = wrapper.workspace_size
-        calls = {"plan": prepared.plan, "run": prepared.launch}
-    else:
-        wrapper = cupyinfer.BatchDecodeWithPagedKVCacheWrapper(_aligned(16), _aligned(16), kv_layout="NHD", backend="host")
-        sizing = wrapper.workspace_size
-        size = sizing(*args, q_data_type="bfloat16")
-        wrapper.reset_workspace_buffer(_aligned(size.float_bytes), _aligned(size.int_bytes))
-        calls = {"plan, host backend": lambda: wrapper.plan(*args, q_data_type="bfloat16")}
-    suffix = "" if gpu else ", host backend"
-    return {f"workspace_size{suffix}": lambda: sizing(*args, q_data_type="bfloat16"), **calls}
-
-
-def _device_bytes(count: int) -> Any:
-    import cupy
-
-    return cupy.empty(count, dtype=cupy.uint8)
+        return {**calls, "plan": prepared.plan, "run": prepared.launch}
+    wrapper = cupyinfer.BatchDecodeWithPagedKVCacheWrapper(kv_layout="NHD", backend="host")
+    size = wrapper.workspace_size(*args, q_data_type="bfloat16")
+    wrapper.reset_workspace_buffer(_aligned(size.float_bytes), _aligned(size.int_bytes))
+    return {**calls, "plan, host backend": lambda: wrapper.plan(*args, q_data_type="bfloat16")}
 
 
 def _aligned(count: int) -> Any:
@@ -158,7 +149,7 @@ def measure(profile: str, repeats: int, requests: Sequence[int] = REQUESTS) -> l
     for batch in ("equal", "mixed"):
         for count in requests:
             case = make_case(batch, count)
-            for name, call in {**schedule_calls(case, profile), **wrapper_calls(case, gpu)}.items():
+            for name, call in {**schedule_calls(case, profile), **wrapper_calls(case, profile, gpu)}.items():
                 rows.append(HostRow(name, batch, count, *_time(call, repeats, settle)))
     return rows
 

@@ -15,6 +15,10 @@ ROOT = Path(__file__).resolve().parents[1]
 CACHE_VARIABLE = "CUPYINFER_CACHE_DIR"
 NO_GPU = "no CUDA GPU here"
 
+# Read by NumPy when it is first imported: matrix products of tests are small, and threads of several test processes get in each
+# other's way (eight times slower on two cores).
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 # One cache for all test processes and runs: entries are keyed by content, so an old one is never wrong.
 os.environ.setdefault(CACHE_VARIABLE, str(ROOT / ".cache" / "kernels"))
 

@@ -94,7 +94,7 @@ def _options(
     if use_fp16_qk_reduction:
         raise UnsupportedError("use_fp16_qk_reduction: logits are always summed in float32 here")
     checked = make_options(decode=False, causal=causal, **options)
-    if masks != (None, None) and causal:
+    if causal and any(mask is not None for mask in masks):
         # As in FlashInfer, a custom mask takes the place of the causal one.
         return make_options(decode=False, causal=False, **options)
     return checked

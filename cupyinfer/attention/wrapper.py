@@ -52,7 +52,7 @@ def plan_values(options: AttentionOptions, geometry: BatchGeometry, masks: tuple
         values.add_per_head("alibi_slopes", alibi_slopes(options.num_qo_heads) if slopes is None else slopes, options.num_qo_heads)
     if sinks is not None:
         values.add_per_head("sinks", sinks, options.num_qo_heads)
-    if masks != (None, None):
+    if any(mask is not None for mask in masks):
         values.add_mask(geometry, *masks)
     return values
 

@@ -57,6 +57,8 @@ def row_strides(view: ArrayView, argument: str, itemsize: int) -> tuple[int, ...
     Raises:
         ArgumentError: elements of a row are not neighbours, a stride is negative, or rows are not 16-byte aligned.
     """
+    if 0 in view.shape:
+        return (0,) * (len(view.shape) - 1)  # producers give arrays without elements any strides
     if view.strides[-1] != 1 and view.shape[-1] > 1:
         raise ArgumentError(f"{argument}: head dimension has stride {view.strides[-1]}, its elements must be neighbours (stride 1)")
     strides = tuple(stride if size > 1 else 0 for stride, size in zip(view.strides[:-1], view.shape[:-1], strict=True))

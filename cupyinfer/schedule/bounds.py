@@ -26,7 +26,8 @@ class WorkspaceLimits:
         head_dim: width of queries and keys.
         head_dim_vo: width of values and outputs, by default head_dim.
         max_num_qo_tokens: query tokens of a batch; needed for prefill.
-        max_num_pages: page-table entries of a batch, when page tables are given on the host (a contiguous int32 device table takes no workspace).
+        max_num_pages: page-table entries of a batch, when page tables are given on the host; a contiguous int32 device table takes
+            no workspace.
         page_size: keys per page; matters with fixed_split_size only.
         kv_data_type: element type of the cache.
         fixed_split_size: as for `plan`.

@@ -27,7 +27,9 @@ class BatchLimits:
 
     def __post_init__(self) -> None:
         if self.max_batch_size < 0 or self.max_num_qo_tokens < 0:
-            raise ArgumentError(f"limits: got {self.max_batch_size} requests and {self.max_num_qo_tokens} query tokens, neither can be negative")
+            raise ArgumentError(
+                f"limits: got {self.max_batch_size} requests and {self.max_num_qo_tokens} query tokens, neither can be negative"
+            )
 
 
 def capacity_counts(
@@ -63,7 +65,7 @@ def capacity_counts(
     if policy.fixed_kv is not None:
         if limits.max_kv_len is None:
             raise ArgumentError("limits: a bound with fixed_split_size needs max_kv_len, since parts follow from the longest request")
-        parts = max(1, -(-(limits.max_kv_len + config.kv_tile - 1) // policy.fixed_kv))
+        parts = max(1, -(-limits.max_kv_len // policy.fixed_kv))
         num_groups = num_tiles * num_kv_heads if parts > 1 else 0
         num_rows = num_groups * parts * rows_per_tile
         num_tiles *= parts

@@ -13,6 +13,8 @@ from cupyinfer.errors import ArgumentError, ArgumentTypeError
 
 Ints = npt.NDArray[np.int64]
 _INT32_MAX = 2**31 - 1
+#: Keys of the longest request, and packed query rows: kernels count both in 32 bits, and may look one tile further.
+MAX_KV_LEN = MAX_PACKED_ROWS = _INT32_MAX - 2**16
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,7 +81,7 @@ def _lengths(indptr: Ints, argument: str) -> Ints:
     if indptr[0] != 0:
         raise ArgumentError(f"{argument}: begins with {indptr[0]}, offsets begin with 0")
     lengths = indptr[1:] - indptr[:-1]
-    if lengths.size and lengths.min() < 0:
+    if lengths.min(initial=0) < 0:
         at = int(np.argmax(lengths < 0))
         raise ArgumentError(f"{argument}: decreases from {indptr[at]} to {indptr[at + 1]} at entry {at + 1}")
     if indptr[-1] > _INT32_MAX:
@@ -104,20 +106,27 @@ def paged_kv_lengths(indptr: Ints, last_page_len: Ints, page_size: int, names: t
     num_pages = _lengths(indptr, names[0])
     if len(last_page_len) != len(num_pages):
         raise ArgumentError(f"{names[1]}: has {len(last_page_len)} entries, {names[0]} describes {len(num_pages)} requests")
-    if not num_pages.size:
-        return num_pages
-    has_pages = num_pages > 0
-    if last_page_len.max() > page_size or last_page_len.min() < 1:
-        wrong = (last_page_len > page_size) | (last_page_len < has_pages)
-        if wrong.any():
-            at = int(np.argmax(wrong))
-            low = 1 if num_pages[at] else 0
-            raise ArgumentError(f"{names[1]}: request {at} has {last_page_len[at]}, expected {low} to page_size = {page_size}")
-    kv_len = (num_pages - 1) * page_size + last_page_len
-    kv_len *= has_pages
-    if kv_len.max() > _INT32_MAX - 2**16:
-        raise ArgumentError(f"{names[0]}: a request has {kv_len.max()} keys, more than 32-bit key positions can hold")
+    if last_page_len.min(initial=1) < 1 or last_page_len.max(initial=1) > page_size:
+        _check_last_page_len(last_page_len, num_pages, page_size, names[1])
+    kv_len = num_pages * page_size
+    kv_len += last_page_len - page_size
+    np.maximum(kv_len, 0, out=kv_len)  # a request without pages
+    if int(indptr[-1]) * page_size > MAX_KV_LEN:
+        _check_kv_len(kv_len, names[0])
     return kv_len
+
+
+def _check_last_page_len(last_page_len: Ints, num_pages: Ints, page_size: int, argument: str) -> None:
+    lowest = np.minimum(num_pages, 1)  # of a request without pages, 0 is fine too
+    wrong = (last_page_len < lowest) | (last_page_len > page_size)
+    if wrong.any():
+        at = int(wrong.argmax())
+        raise ArgumentError(f"{argument}: request {at} has {last_page_len[at]}, expected {lowest[at]} to page_size = {page_size}")
+
+
+def _check_kv_len(kv_len: Ints, argument: str) -> None:
+    if kv_len.max(initial=0) > MAX_KV_LEN:
+        raise ArgumentError(f"{argument}: request {kv_len.argmax()} has {kv_len.max()} keys, supported are up to {MAX_KV_LEN}")
 
 
 def decode_geometry(indptr: Ints, last_page_len: Ints, page_size: int) -> BatchGeometry:
@@ -132,7 +141,9 @@ def paged_prefill_geometry(qo_indptr: Ints, paged_kv_indptr: Ints, last_page_len
     """Any number of query tokens per request over a paged cache. `qo_indptr` is [batch_size + 1]; the rest as for `paged_kv_lengths`."""
     qo_len = _lengths(qo_indptr, "qo_indptr")
     if len(paged_kv_indptr) != len(qo_indptr):
-        raise ArgumentError(f"paged_kv_indptr: has {len(paged_kv_indptr)} entries, qo_indptr has {len(qo_indptr)}; both need batch_size + 1")
+        raise ArgumentError(
+            f"paged_kv_indptr: has {len(paged_kv_indptr)} entries, qo_indptr has {len(qo_indptr)}; both need batch_size + 1"
+        )
     kv_len = paged_kv_lengths(paged_kv_indptr, last_page_len, page_size, ("paged_kv_indptr", "paged_kv_last_page_len"))
     return BatchGeometry(qo_len, kv_len, qo_indptr[:-1], paged_kv_indptr[:-1], int(qo_indptr[-1]), int(paged_kv_indptr[-1]))
 
@@ -143,4 +154,5 @@ def ragged_prefill_geometry(qo_indptr: Ints, kv_indptr: Ints) -> BatchGeometry:
     kv_len = _lengths(kv_indptr, "kv_indptr")
     if len(qo_len) != len(kv_len):
         raise ArgumentError(f"kv_indptr: has {len(kv_indptr)} entries, qo_indptr has {len(qo_indptr)}; both need batch_size + 1")
+    _check_kv_len(kv_len, "kv_indptr")
     return BatchGeometry(qo_len, kv_len, qo_indptr[:-1], kv_indptr[:-1], int(qo_indptr[-1]), int(kv_indptr[-1]))

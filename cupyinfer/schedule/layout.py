@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from cupyinfer.schedule.partition import CTA_INTS, GROUP_INTS
@@ -11,8 +10,7 @@ from cupyinfer.schedule.tiling import TILE_INTS
 from cupyinfer.workspace import WORKSPACE_ALIGNMENT, AlignedAllocator, WorkspaceSize
 
 
-@dataclass(frozen=True)
-class RegionCounts:
+class RegionCounts(NamedTuple):
     """How many records each region must hold: of one batch, or of the largest one a capacity allows.
 
     Attributes:
@@ -46,6 +44,9 @@ class Offsets(NamedTuple):
     partial_lse: int
 
 
+_FLOAT_REGIONS = ("partial_o", "partial_lse")
+
+
 class Region(NamedTuple):
     """One region for a memory map."""
 
@@ -61,15 +62,15 @@ def lay_out(counts: RegionCounts, float_allocator: AlignedAllocator, int_allocat
     Raises:
         WorkspaceError: a placing allocator's buffer is too small; the error names the region.
     """
-    offsets = {}
+    offsets = []
     for region, num_bytes in region_bytes(counts).items():
-        allocator = float_allocator if region.startswith("partial") else int_allocator
-        offsets[region] = -1 if num_bytes is None else allocator.aligned_alloc_offset(num_bytes, WORKSPACE_ALIGNMENT, region)
-    return Offsets(**offsets)
+        allocator = float_allocator if region in _FLOAT_REGIONS else int_allocator
+        offsets.append(-1 if num_bytes is None else allocator.aligned_alloc_offset(num_bytes, WORKSPACE_ALIGNMENT, region))
+    return Offsets(*offsets)
 
 
 def region_bytes(counts: RegionCounts) -> dict[str, int | None]:
-    """Bytes of every region, in layout order; None for an absent one."""
+    """Bytes of every region, in layout order, which is that of Offsets; None for an absent one."""
     return {
         "tiles": 4 * TILE_INTS * counts.num_tiles,
         "cta_work": 4 * CTA_INTS * counts.num_ctas,
@@ -92,7 +93,7 @@ def memory_map(counts: RegionCounts) -> list[Region]:
     """Every region with its workspace, offset and bytes, in layout order."""
     offsets = lay_out(counts, AlignedAllocator(), AlignedAllocator())._asdict()
     return [
-        Region("float" if name.startswith("partial") else "int", name, offsets[name], num_bytes)
+        Region("float" if name in _FLOAT_REGIONS else "int", name, offsets[name], num_bytes)
         for name, num_bytes in region_bytes(counts).items()
         if num_bytes is not None
     ]

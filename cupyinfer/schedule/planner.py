@@ -58,6 +58,11 @@ class PlanShape:
         """Query heads per KV head."""
         return self.num_qo_heads // self.num_kv_heads
 
+    @property
+    def invariant(self) -> bool:
+        """True when a request's result must not depend on the rest of the batch."""
+        return self.disable_split_kv or self.fixed_split_size is not None
+
     def config(self, cta_tile_q: int, profile: DeviceProfile) -> TileConfig:
         """Tile shape of the kernel with that many rows per tile on a GPU."""
         return tile_config(cta_tile_q, self.head_dim_qk, self.head_dim_vo, self.kv_itemsize, profile.smem_per_sm, profile.smem_per_cta)
@@ -66,7 +71,9 @@ class PlanShape:
         """What may be divided, for a kernel with that many keys per iteration."""
         return make_split_policy(self.fixed_split_size, self.disable_split_kv, self.page_size, kv_tile)
 
-    def capacity(self, config: TileConfig, profile: DeviceProfile, limits: BatchLimits, pages: int | None, values: int | None) -> RegionCounts:
+    def capacity(
+        self, config: TileConfig, profile: DeviceProfile, limits: BatchLimits, pages: int | None, values: int | None
+    ) -> RegionCounts:
         """Region counts for every batch within `limits` on one kernel."""
         return capacity_counts(
             limits,
@@ -85,7 +92,7 @@ class PlanShape:
         """Rows per tile that a CUDA-graph plan uses for every batch within `limits`."""
         if self.decode:
             return 16 if self.group_size <= 16 else 64
-        if self.policy(1).invariant:
+        if self.invariant:
             return max_tile_q(self.head_dim_vo)
         rows = limits.max_num_qo_tokens * self.group_size
         return tile_q_for_rows(rows, rows, limits.max_batch_size, self.head_dim_vo)
@@ -94,7 +101,7 @@ class PlanShape:
         """Rows per tile that some batch may get outside of CUDA graphs."""
         if self.decode:
             return (16,) if self.group_size <= 16 else (64,)
-        if self.policy(1).invariant:
+        if self.invariant:
             return (max_tile_q(self.head_dim_vo),)
         return tuple(sorted({16, 64, max_tile_q(self.head_dim_vo)}))
 
@@ -161,7 +168,7 @@ class PlanDraft:
             (info.merge_groups_offset, self.schedule.partition.merge_groups),
         )
         for offset, values in regions:
-            records[offset : offset + values.nbytes] = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+            records[offset : offset + values.nbytes] = values.reshape(-1).view(np.uint8)
 
 
 def draft_plan(
@@ -189,17 +196,13 @@ def draft_plan(
         ArgumentError: the batch exceeds `graph_limits`.
     """
     if graph_limits is None:
-        probe = shape.policy(1)
-        tile_q = choose_tile_q(geometry, shape.group_size, shape.head_dim_vo, probe.invariant)
+        tile_q = choose_tile_q(geometry, shape.group_size, shape.head_dim_vo, shape.invariant)
     else:
         _check_limits(geometry, graph_limits)
         tile_q = shape.tile_q_of_limits(graph_limits)
     config = shape.config(tile_q, profile)
-    grid = profile.num_sms * config.ctas_per_sm
     tiles = make_tiles(geometry, shape.group_size, tile_q, config.kv_tile, shape.span, mask_begin)
-    schedule = make_schedule(
-        tiles, config, profile.num_sms, shape.num_kv_heads, shape.policy(config.kv_tile), None if graph_limits is None else grid
-    )
+    schedule = make_schedule(tiles, config, profile.num_sms, shape.num_kv_heads, shape.policy(config.kv_tile), graph_limits is not None)
     if graph_limits is not None:
         counts = shape.capacity(config, profile, graph_limits, num_page_indices, value_bytes)
     else:
@@ -236,6 +239,3 @@ def bound(
         size = measure(shape.capacity(shape.config(tile_q, profile), profile, limits, num_page_indices, value_bytes))
         float_bytes, int_bytes = max(float_bytes, size.float_bytes), max(int_bytes, size.int_bytes)
     return WorkspaceSize(float_bytes, int_bytes)
-
-
-

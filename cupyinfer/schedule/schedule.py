@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from cupyinfer.errors import ArgumentError, ArgumentTypeError
-from cupyinfer.schedule.partition import Partition, cut_line, no_groups, whole_units_only
+from cupyinfer.schedule.geometry import MAX_KV_LEN
+from cupyinfer.schedule.partition import GROUP_INTS, Partition, cut_line, no_groups, whole_units_only
 from cupyinfer.schedule.tiles import TileConfig
 from cupyinfer.schedule.tiling import tile_iterations
 
@@ -33,11 +34,6 @@ class SplitPolicy:
     allowed: bool = True
     fixed_kv: int | None = None
 
-    @property
-    def invariant(self) -> bool:
-        """True when a request's result must not depend on the rest of the batch."""
-        return not self.allowed or self.fixed_kv is not None
-
 
 def make_split_policy(fixed_split_size: int | None, disable_split_kv: bool, page_size: int, kv_tile: int) -> SplitPolicy:
     """The policy of a plan's arguments.
@@ -59,7 +55,9 @@ def make_split_policy(fixed_split_size: int | None, disable_split_kv: bool, page
         raise ArgumentError(f"fixed_split_size: got {fixed_split_size} together with disable_split_kv=True, which rule each other out")
     if fixed_split_size < 1:
         raise ArgumentError(f"fixed_split_size: got {fixed_split_size}, a part has at least one page (ragged: one key)")
-    return SplitPolicy(fixed_kv=-(-int(fixed_split_size) * page_size // kv_tile) * kv_tile)
+    # A part longer than any request is as good as the longest request, and stays within 64 bits.
+    num_keys = min(int(fixed_split_size) * page_size, MAX_KV_LEN)
+    return SplitPolicy(fixed_kv=-(-num_keys // kv_tile) * kv_tile)
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,7 +86,7 @@ def partial_row_budget(num_sms: int, config: TileConfig) -> int:
 
 
 def make_schedule(
-    tiles: npt.NDArray[np.int32], config: TileConfig, num_sms: int, num_kv_heads: int, policy: SplitPolicy, num_ctas: int | None = None
+    tiles: npt.NDArray[np.int32], config: TileConfig, num_sms: int, num_kv_heads: int, policy: SplitPolicy, full_grid: bool = False
 ) -> Schedule:
     """Divide the work of `tiles` over a GPU.
 
@@ -98,54 +96,81 @@ def make_schedule(
         num_sms: streaming multiprocessors.
         num_kv_heads: units per tile.
         policy: what may be divided.
-        num_ctas: launch exactly that many CTAs (CUDA graphs), or None for as many as find work.
+        full_grid: launch as many CTAs as the GPU holds at once (CUDA graphs), not just as many as find work.
     """
     grid = num_sms * config.ctas_per_sm
+    merge_groups, num_partial_rows = no_groups(), 0
+    shares = num_whole_units = 0
     if policy.fixed_kv is not None:
-        tiles, partition = _fixed_split(tiles, config.kv_tile, num_kv_heads, policy.fixed_kv, grid)
-    elif not len(tiles):
-        partition = Partition(whole_units_only(grid, 0), no_groups(), 0)
-    else:
-        tiles, partition = _automatic(tiles, config, num_sms, num_kv_heads, policy.allowed)
-    busy = _busy_ctas(partition, len(tiles) * num_kv_heads)
-    cta_work = partition.cta_work[: busy if num_ctas is None else num_ctas]
-    return Schedule(config, tiles, Partition(cta_work, partition.merge_groups, partition.num_partial_rows))
-
-
-def _busy_ctas(partition: Partition, num_units: int) -> int:
-    # The whole-unit waves of the kernel turn round every second time, so they need the full grid once there are two.
-    grid = len(partition.cta_work)
-    if not num_units:
-        return 0
-    whole = int(partition.cta_work[0, 0])
-    sharing = np.flatnonzero(partition.cta_work[:, 3])
-    return max(min(whole, grid), int(sharing[-1]) + 1 if sharing.size else 0)
-
-
-def _automatic(
-    tiles: npt.NDArray[np.int32], config: TileConfig, num_sms: int, num_kv_heads: int, may_split: bool
-) -> tuple[npt.NDArray[np.int32], Partition]:
-    iterations = tile_iterations(tiles, config.kv_tile)
-    shortest, longest = int(iterations.min()), int(iterations.max())
-    grid = num_sms * config.ctas_per_sm
+        tiles, merge_groups, num_partial_rows = _fixed_split(tiles, config.kv_tile, num_kv_heads, policy.fixed_kv)
+    elif len(tiles):
+        iterations = tile_iterations(tiles, config.kv_tile)
+        shortest, longest = int(iterations.min()), int(iterations.max())
+        if shortest != longest and (config.cta_tile_q > 16 or not policy.allowed):
+            # Longest first: the short ones at the end even out what the long ones left.
+            order = (-iterations).argsort(kind="stable")
+            tiles, iterations = tiles[order], iterations[order]
+        if policy.allowed:
+            tile_begin = np.zeros(len(tiles) + 1, np.int64)
+            np.multiply(iterations, num_kv_heads, out=tile_begin[1:])
+            tile_begin.cumsum(out=tile_begin)
+            num_whole_units, shares = _sharing(iterations, config, num_sms, num_kv_heads, shortest == longest, longest, int(tile_begin[-1]))
+    if shares:
+        num_ctas = grid if full_grid else max(min(num_whole_units, grid), shares)
+        return Schedule(config, tiles, cut_line(iterations, tile_begin, tiles[:, 3], num_kv_heads, num_ctas, num_whole_units, shares))
     num_units = len(tiles) * num_kv_heads
-    whole = Partition(whole_units_only(grid, num_units), no_groups(), 0)
-    if shortest != longest and (config.cta_tile_q > 16 or not may_split):
-        # Longest first: the short ones at the end even out what the long ones left.
-        order = np.argsort(-iterations, kind="stable")
-        tiles, iterations = tiles[order], iterations[order]
-    if not may_split:
-        return tiles, whole
-    total = int(iterations.sum()) * num_kv_heads
-    num_whole_units, shares, shared_time = _sharing(config, num_sms, num_units, longest, shortest == longest, total)
-    if config.cta_tile_q == 16 and shortest != longest:
-        worth_it = True  # the parts of 16-row tiles are a few rows, and an even cut cannot lose
+    cta_work = whole_units_only(grid if full_grid else min(num_units, grid), num_units)
+    return Schedule(config, tiles, Partition(cta_work, merge_groups, num_partial_rows))
+
+
+def _sharing(
+    iterations: npt.NDArray[np.int32], config: TileConfig, num_sms: int, num_kv_heads: int, equal: bool, longest: int, total: int
+) -> tuple[int, int]:
+    """How to share: leading whole units, and CTAs that share the rest; no CTAs when sharing does not pay.
+
+    Args:
+        iterations: [num_tiles] iterations of each tile's units.
+        config: the kernel's tile shape.
+        num_sms: streaming multiprocessors.
+        num_kv_heads: units per tile.
+        equal: all units have as many iterations.
+        longest: iterations of the longest unit.
+        total: iterations of all units.
+    """
+    grid = num_sms * config.ctas_per_sm
+    num_units = len(iterations) * num_kv_heads
+    if config.cta_tile_q == 16 or not equal or num_units < grid:
+        num_whole_units = 0
+        shares, time = _shares_of_all(config, num_sms, num_units if equal else 0, total)
     else:
-        whole_time = -(-num_units // grid) * longest if shortest == longest else _longest_share(iterations, num_kv_heads, grid)
-        worth_it = whole_time * _crowding(num_units, num_sms, grid) > _SHARING_GAIN * shared_time
-    if shares < 2 or not worth_it:
-        return tiles, whole
-    return tiles, cut_line(iterations, tiles[:, 3], num_kv_heads, grid, num_whole_units, shares)
+        # Equal units in several waves: only the last, incomplete wave is shared. Its cuts make a part each, and so do its units.
+        rest = num_units % grid
+        num_whole_units = num_units - rest
+        shares = min(grid, partial_row_budget(num_sms, config) // config.cta_tile_q - rest + 1, rest * longest // _MIN_SHARE)
+        if rest == 0 or shares <= rest:
+            return 0, 0
+        time = num_units // grid * longest + rest * longest / shares * _crowding(shares, num_sms, grid)
+    if shares < 2:
+        return 0, 0
+    if config.cta_tile_q == 16 and not equal:
+        return num_whole_units, shares  # the parts of 16-row tiles are a few rows, and an even cut cannot lose
+    whole_time = -(-num_units // grid) * longest if equal else _longest_share(iterations, num_kv_heads, grid)
+    pays = whole_time * _crowding(num_units, num_sms, grid) > _SHARING_GAIN * time
+    return (num_whole_units, shares) if pays else (0, 0)
+
+
+def _shares_of_all(config: TileConfig, num_sms: int, num_equal_units: int, total: int) -> tuple[int, float]:
+    """CTAs that share all work, and the time that takes in iterations of a full SM. `num_equal_units` is 0 when they differ."""
+    grid = num_sms * config.ctas_per_sm
+    # A cut makes at most two parts, so one share per SM stays within the budget of two tiles per SM. Equal units that are cut into
+    # as many pieces each make no other parts than those, so such shares may fill the grid.
+    choices = [num_sms]
+    if num_equal_units:
+        choices.append(grid // num_equal_units * num_equal_units)
+    most = total // _MIN_SHARE
+    times = [(total / shares * _crowding(shares, num_sms, grid), shares) for shares in (min(choice, most) for choice in choices) if shares]
+    time, shares = min(times, default=(0.0, 0))
+    return shares, time
 
 
 def _crowding(num_ctas: int, num_sms: int, grid: int) -> float:
@@ -153,25 +178,7 @@ def _crowding(num_ctas: int, num_sms: int, grid: int) -> float:
     return _ALONE if num_ctas <= num_sms < grid else 1.0
 
 
-def _sharing(config: TileConfig, num_sms: int, num_units: int, longest: int, equal: bool, total: int) -> tuple[int, int, float]:
-    """How to share: leading whole units, CTAs that share the rest, and the time that takes in iterations of a full SM."""
-    grid = num_sms * config.ctas_per_sm
-    max_parts = partial_row_budget(num_sms, config) // config.cta_tile_q
-    rest = num_units % grid
-    if config.cta_tile_q == 16 or not equal or num_units < grid:
-        # Equal units cut into as many pieces each have no other parts than those. In general every share but the first
-        # begins with a cut, and every cut makes at most two parts.
-        aligned = min(max_parts, grid) // num_units * num_units if equal else 0
-        shares = min(grid, max(max_parts // 2 + 1, aligned), total // _MIN_SHARE)
-        return 0, shares, total / max(shares, 1) * _crowding(shares, num_sms, grid)
-    # Equal units in several waves: only the last, incomplete wave is shared.
-    shares = min(grid, max_parts - rest + 1)
-    if rest == 0 or shares <= rest:
-        return 0, 0, 0.0
-    return num_units - rest, shares, num_units // grid * longest + rest * longest / shares * _crowding(shares, num_sms, grid)
-
-
-def _longest_share(iterations: npt.NDArray[np.int64], num_kv_heads: int, grid: int) -> int:
+def _longest_share(iterations: npt.NDArray[np.int32], num_kv_heads: int, grid: int) -> int:
     """Iterations of the busiest CTA when units, longest first, are dealt out in waves that turn round."""
     units = np.repeat(iterations, num_kv_heads)
     waves = np.zeros((-(-len(units) // grid), grid), np.int64)
@@ -181,8 +188,9 @@ def _longest_share(iterations: npt.NDArray[np.int64], num_kv_heads: int, grid: i
 
 
 def _fixed_split(
-    tiles: npt.NDArray[np.int32], kv_tile: int, num_kv_heads: int, fixed_kv: int, grid: int
-) -> tuple[npt.NDArray[np.int32], Partition]:
+    tiles: npt.NDArray[np.int32], kv_tile: int, num_kv_heads: int, fixed_kv: int
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], int]:
+    """Tiles cut along the keys into chunks of `fixed_kv`, their merge groups, and the rows of partial results."""
     keys = tiles[:, 5].astype(np.int64) - tiles[:, 4]
     chunks = np.maximum(-(-keys // fixed_kv), 1)
     first_chunk = np.cumsum(chunks) - chunks
@@ -192,14 +200,15 @@ def _fixed_split(
     # One merge group per KV head of every divided tile.
     group_begin = (np.cumsum(split) - split) * num_kv_heads
     pieces = tiles[of_tile]
-    pieces[:, 4] += (part * fixed_kv).astype(np.int32)
-    pieces[:, 5] = np.minimum(pieces[:, 5], pieces[:, 4].astype(np.int64) + fixed_kv)
+    kv_begin = pieces[:, 4] + part * fixed_kv
+    pieces[:, 4] = kv_begin
+    pieces[:, 5] = np.minimum(pieces[:, 5], kv_begin + fixed_kv)
     pieces[:, 9] = np.where(split, group_begin, -1)[of_tile]
     pieces[:, 10] = part
     num_parts = np.repeat(chunks[split], num_kv_heads)
     rows = num_parts * np.repeat(tiles[split, 3], num_kv_heads)
-    merge_groups = np.zeros((len(rows), no_groups().shape[1]), np.int32)
+    merge_groups = np.zeros((len(rows), GROUP_INTS), np.int32)
     merge_groups[:, 0] = np.cumsum(rows) - rows
     merge_groups[:, 1] = num_parts
-    order = np.argsort(-tile_iterations(pieces, kv_tile), kind="stable")
-    return pieces[order], Partition(whole_units_only(grid, len(pieces) * num_kv_heads), merge_groups, int(rows.sum()))
+    order = (-tile_iterations(pieces, kv_tile)).argsort(kind="stable")
+    return pieces[order], merge_groups, int(rows.sum())

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 from cupyinfer.errors import UnsupportedError
 
@@ -48,6 +49,7 @@ def check_head_dims(head_dim_qk: int, head_dim_vo: int) -> None:
         raise UnsupportedError(f"head_dim: got {head_dim_qk} (head_dim_vo {head_dim_vo}), supported are {supported}")
 
 
+@cache
 def tile_config(cta_tile_q: int, head_dim_qk: int, head_dim_vo: int, kv_itemsize: int, smem_per_sm: int, smem_per_cta: int) -> TileConfig:
     """Choose warps, stages and shared memory for one kernel.
 
@@ -65,10 +67,10 @@ def tile_config(cta_tile_q: int, head_dim_qk: int, head_dim_vo: int, kv_itemsize
 
 
 def decode_smem_bytes(num_warps: int, num_stages: int, head_dim_qk: int, head_dim_vo: int, kv_itemsize: int) -> int:
-    """Shared memory of a 16-row kernel: a private K/V ring per warp, and half the warps' states while they merge."""
+    """Shared memory of a 16-row kernel: a private K/V ring per warp, and every warp's state while they join."""
     ring = num_warps * num_stages * DECODE_BLOCK * (head_dim_qk + head_dim_vo) * kv_itemsize
     state = (16 * head_dim_vo + 4 * 32) * 4  # a 16-row accumulator, and two maxima and two sums per lane
-    return ring + num_warps // 2 * state
+    return ring + num_warps * state
 
 
 def prefill_smem_bytes(cta_tile_q: int, kv_tile: int, num_stages: int, head_dim_qk: int, head_dim_vo: int, kv_itemsize: int) -> int:
@@ -87,7 +89,9 @@ def _decode_config(head_dim_qk: int, head_dim_vo: int, kv_itemsize: int, smem_pe
     raise UnsupportedError(f"head_dim {head_dim_qk}: {smem_per_cta} bytes of shared memory per CTA are too few")
 
 
-def _prefill_config(cta_tile_q: int, head_dim_qk: int, head_dim_vo: int, kv_itemsize: int, smem_per_sm: int, smem_per_cta: int) -> TileConfig:
+def _prefill_config(
+    cta_tile_q: int, head_dim_qk: int, head_dim_vo: int, kv_itemsize: int, smem_per_sm: int, smem_per_cta: int
+) -> TileConfig:
     # Two CTAs per SM hide each other's softmax; a second stage is worth less than that, but more than an idle SM.
     best = None
     for num_stages in (1, 2):
@@ -96,7 +100,9 @@ def _prefill_config(cta_tile_q: int, head_dim_qk: int, head_dim_vo: int, kv_item
         if smem <= smem_per_cta and (best is None or ctas_per_sm >= best.ctas_per_sm):
             best = TileConfig(cta_tile_q, PREFILL_KV_TILE, 4, num_stages, smem, ctas_per_sm)
     if best is None:
-        raise UnsupportedError(f"head_dim {head_dim_qk}: {smem_per_cta} bytes of shared memory per CTA are too few for a tile of {cta_tile_q} rows")
+        raise UnsupportedError(
+            f"head_dim {head_dim_qk}: {smem_per_cta} bytes of shared memory per CTA are too few for a tile of {cta_tile_q} rows"
+        )
     return best
 
 

@@ -115,7 +115,10 @@ def make_tiles(
     return tiles
 
 
-def tile_iterations(tiles: npt.NDArray[np.int32], kv_tile: int) -> npt.NDArray[np.int64]:
+def tile_iterations(tiles: npt.NDArray[np.int32], kv_tile: int) -> npt.NDArray[np.int32]:
     """Iterations of each tile's units: at least one, so that a tile without keys still gets its zeros written."""
-    keys = tiles[:, 5].astype(np.int64) - tiles[:, 4]
-    return np.maximum(-(-keys // kv_tile), 1)
+    iterations: npt.NDArray[np.int32] = tiles[:, 5] - tiles[:, 4]
+    iterations += kv_tile - 1
+    iterations //= kv_tile
+    np.maximum(iterations, 1, out=iterations)
+    return iterations

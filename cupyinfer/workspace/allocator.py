@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from cupyinfer.errors import ArgumentError, StateError, WorkspaceError
 
 #: Workspace buffers begin at a multiple of this many bytes, so that offsets alone decide every alignment up to it.
@@ -13,16 +15,18 @@ WORKSPACE_ALIGNMENT = 16
 
 def buffer_address(buffer: Any) -> int:
     """Address of the first byte of a NumPy or CuPy array."""
-    if hasattr(buffer, "__cuda_array_interface__"):
-        return int(buffer.data.ptr)
-    return int(buffer.__array_interface__["data"][0])
+    if isinstance(buffer, np.ndarray):
+        return int(buffer.__array_interface__["data"][0])
+    return int(buffer.data.ptr)
 
 
 def check_alignment(buffer: Any, name: str) -> None:
     """Raise WorkspaceError unless `buffer`, a NumPy or CuPy array, begins at a multiple of WORKSPACE_ALIGNMENT."""
     misaligned = buffer_address(buffer) % WORKSPACE_ALIGNMENT if buffer.nbytes else 0
     if misaligned:
-        raise WorkspaceError(f"{name}: begins {misaligned} bytes past a multiple of {WORKSPACE_ALIGNMENT}, it needs {WORKSPACE_ALIGNMENT}-byte alignment")
+        raise WorkspaceError(
+            f"{name}: begins {misaligned} bytes past a multiple of {WORKSPACE_ALIGNMENT}, it needs {WORKSPACE_ALIGNMENT}-byte alignment"
+        )
 
 
 class AlignedAllocator:
@@ -42,15 +46,14 @@ class AlignedAllocator:
 
     def __init__(self, buffer: Any = None, name: str = "workspace") -> None:
         self.name = name
-        self._bytes = None
+        self._buffer = buffer
         self._capacity: int | None = None
         self._allocated = 0
         if buffer is not None:
             if not buffer.flags.c_contiguous:
                 raise WorkspaceError(f"{name}: the buffer is strided, a workspace is contiguous")
             check_alignment(buffer, name)
-            self._bytes = buffer.reshape(-1).view("uint8")
-            self._capacity = int(self._bytes.size)
+            self._capacity = int(buffer.nbytes)
 
     @property
     def num_allocated_bytes(self) -> int:
@@ -75,7 +78,7 @@ class AlignedAllocator:
             raise ArgumentError(f"{name}: alignment {alignment} is not a power of two")
         offset = -(-self._allocated // alignment) * alignment
         if self._capacity is not None:
-            if alignment > WORKSPACE_ALIGNMENT and self._capacity and buffer_address(self._bytes) % alignment:
+            if alignment > WORKSPACE_ALIGNMENT and self._capacity and buffer_address(self._buffer) % alignment:
                 raise WorkspaceError(f"{self.name}: region {name} needs {alignment}-byte alignment, which the buffer's start does not have")
             if offset + size > self._capacity:
                 raise WorkspaceError(
@@ -92,7 +95,7 @@ class AlignedAllocator:
             StateError: this allocator only counts.
             WorkspaceError: as for `aligned_alloc_offset`.
         """
-        if self._bytes is None:
+        if self._buffer is None:
             raise StateError(f"{self.name}: a counting allocator has no memory to return for region {name}")
         offset = self.aligned_alloc_offset(size, alignment, name)
-        return self._bytes[offset : offset + size]
+        return self._buffer.reshape(-1).view("uint8")[offset : offset + size]

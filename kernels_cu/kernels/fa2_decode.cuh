@@ -8,7 +8,7 @@
 
 static_assert(kCtaTileQ == 16, "This kernel holds one m16 tile of query rows per warp.");
 static_assert(kKvTile % kBlockKeys == 0, "An iteration of the schedule is a whole number of blocks.");
-static_assert(kSmemBytes == kNumWarps * kNumStages * kStageBytes + kNumWarps / 2 * kStateWords * 4,
+static_assert(kSmemBytes == kNumWarps * kNumStages * kStageBytes + kNumWarps * kStateWords * 4,
               "decode_smem_bytes in schedule/tiles.py and this kernel must agree.");
 
 // Accumulate the outputs of one block: weights are rounded to the type of the matrix product.
@@ -41,6 +41,7 @@ extern "C" __global__ void __launch_bounds__(kNumWarps * 32, 1) attention(const 
   int stage = 0;
   while (cursor.next(params, tile, segment)) {
     RowGroup rows(params, tile, segment, lane, state_slots);
+    MergeGroup group = load_merge_group(params, segment);
     WarpState state;
     state.clear();
     for (int key = segment.kv_begin + warp * kBlockKeys; key < segment.kv_end; key += kNumWarps * kBlockKeys) {
@@ -57,11 +58,10 @@ extern "C" __global__ void __launch_bounds__(kNumWarps * 32, 1) attention(const 
     }
     state.reduce_sums();
     if (tile.num_rows <= 8) {
-      join_warps<1>(state, state_slots, warp, lane);
+      join_and_write<1>(params, tile, segment, rows.row, group, state, state_slots, warp, lane);
     } else {
-      join_warps<2>(state, state_slots, warp, lane);
+      join_and_write<2>(params, tile, segment, rows.row, group, state, state_slots, warp, lane);
     }
-    if (warp == 0) write_state(params, tile, segment, rows.row, state, lane);
-    if (segment.group >= 0) finish_part_of_group(params, tile, segment, &is_last);
+    if (segment.group >= 0) finish_part_of_group(params, tile, segment, group, &is_last);
   }
 }

@@ -14,7 +14,6 @@ struct KvPipeline {
   __device__ __forceinline__ unsigned v_stage(int iter) const { return k_stage(iter) + kKBytes; }
 
   __device__ __forceinline__ void load_k(const AttentionParams& params, const Work& work, int iter, int key_begin) {
-    if constexpr (!kPaged) slot = lane_kv_slot(params, work, key_begin);
     load_kv_tile<true>(params, work, key_begin, slot, k_stage(iter));
     cp_async_commit();
   }
@@ -52,7 +51,7 @@ __device__ __forceinline__ void attend(const AttentionParams& params, const Work
       rotate_k_tile(smem + (kv.k_stage(iter) - q_tile), turns, key_begin);
       __syncthreads();
     }
-#pragma unroll
+#pragma unroll 1
     for (int part = 0; part < kParts; ++part) {
       int first_key = key_begin + part * kLogitKeys;
       Logits s;
@@ -103,24 +102,25 @@ extern "C" __global__ void __launch_bounds__(kNumWarps * 32, 2) attention(const 
   kv.begin(params, following);
 #pragma unroll 1
   while (true) {
-    if (threadIdx.x == 0) work = following;
+    if (recompute_from(threadIdx.x) == 0) work = following;
     __syncthreads();
     load_q_tile(params, work, smem, turns, logit_scales);
     cp_async_commit();
-    if (threadIdx.x == 0) following.valid = cursor.next(params, following.tile, following.segment);
+    if (recompute_from(threadIdx.x) == 0) following.valid = cursor.next(params, following.tile, following.segment);
     if (lane_idx() == 0) spans[warp_idx()].set(params, work);
     cp_async_wait<0>();
     __syncwarp();
     RowState state;
     Output o = {};
     attend(params, work, kv, spans[warp_idx()], smem, turns, logit_scales, state, o);
+    MergeGroup group = load_merge_group(params, work.segment);
     // The next segment's first tile travels while this one's rows are written.
     if (following.valid) kv.begin(params, following);
     if (work.segment.group < 0) {
       write_direct(params, work, o, state, smem);
     } else {
-      write_part(params, work, o, state);
-      finish_part_of_group(params, work.tile, work.segment, &is_last);
+      write_part(params, work, group, o, state);
+      finish_part_of_group(params, work.tile, work.segment, group, &is_last);
     }
     if (!following.valid) return;
     // Every warp is done with this segment's record and its parts.

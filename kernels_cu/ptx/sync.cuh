@@ -11,4 +11,4 @@ __device__ __forceinline__ int atomic_increment_acq_rel(int* counter) {
 
 // Loads of data another CTA wrote in this launch go to L2: L1 may hold an older line.
 __device__ __forceinline__ float load_l2(const float* pointer) { return __ldcg(pointer); }
-__device__ __forceinline__ float4 load_l2(const float4* pointer) { return __ldcg(pointer); }
+__device__ __forceinline__ float2 load_l2(const float2* pointer) { return __ldcg(pointer); }

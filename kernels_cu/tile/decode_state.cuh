@@ -70,74 +70,92 @@ __device__ __forceinline__ void store_state(const WarpState& state, float* slot,
   }
 }
 
+// The joined state of a unit's rows g and g + 8, from the states of all warps: how much each warp counts, and how rows finish.
 template <int kRows>
-__device__ __forceinline__ void join_state(WarpState& state, const float* slot, int lane) {
+struct JoinedRows {
+  float weight[kNumWarps][kRows];
+  RowFinish finish[kRows];
+
+  __device__ __forceinline__ JoinedRows(const AttentionParams& params, const Segment& segment, const Row (&row)[2], const float* slots, int lane) {
+    const float* maxima = slots + kOutputTiles * 4 * 32 + lane;
+    const float* sums = maxima + 2 * 32;
 #pragma unroll
-  for (int r = 0; r < kRows; ++r) {
-    float other_max = slot[(kOutputTiles * 4 + r) * 32 + lane];
-    float other_sum = slot[(kOutputTiles * 4 + 2 + r) * 32 + lane];
-    float joint_max = fmaxf(state.row_max[r], other_max);
-    float reference = joint_max == neg_inf() ? 0.f : joint_max;
-    float own = ex2(state.row_max[r] - reference), other = ex2(other_max - reference);
-    state.row_max[r] = joint_max;
-    state.row_sum[r] = state.row_sum[r] * own + other_sum * other;
+    for (int r = 0; r < kRows; ++r) {
+      float joint_max = neg_inf();
 #pragma unroll
-    for (int n = 0; n < kOutputTiles; ++n) {
+      for (int w = 0; w < kNumWarps; ++w) joint_max = fmaxf(joint_max, maxima[w * kStateWords + r * 32]);
+      float reference = joint_max == neg_inf() ? 0.f : joint_max;
+      float joint_sum = 0.f;
 #pragma unroll
-      for (int j = 2 * r; j < 2 * r + 2; ++j) state.o[n][j] = state.o[n][j] * own + slot[(n * 4 + j) * 32 + lane] * other;
+      for (int w = 0; w < kNumWarps; ++w) {
+        weight[w][r] = ex2(maxima[w * kStateWords + r * 32] - reference);
+        joint_sum += sums[w * kStateWords + r * 32] * weight[w][r];
+      }
+      finish[r] = segment.group < 0 ? finish_row(params, row[r], segment.kv_head, joint_max, joint_sum) : finish_part(joint_max, joint_sum);
+    }
+  }
+};
+
+// Two neighbouring output tiles of one row as this thread has them: columns 2c, 2c + 1 of each.
+__device__ __forceinline__ void write_columns(const AttentionParams& params, const Tile& tile, const Segment& segment, const Row& row, long long part,
+                                              int pair, int c, float (&even)[2], float (&odd)[2]) {
+  if (segment.group < 0) {
+    unsigned short* o = output_row(params, tile, row) + pair * 16;
+    if constexpr (kFp8) {
+      // Even and odd dimensions come from different tiles: together a thread has four neighbours.
+      *reinterpret_cast<uint2*>(o + 4 * c) = {pack_pair<kQElement>(even[0], odd[0]), pack_pair<kQElement>(even[1], odd[1])};
+    } else {
+      *reinterpret_cast<unsigned*>(o + 2 * c) = pack_pair<kQElement>(even[0], even[1]);
+      *reinterpret_cast<unsigned*>(o + 8 + 2 * c) = pack_pair<kQElement>(odd[0], odd[1]);
+    }
+  } else {
+    float* o = params.partial_o + part * kHeadDimVo + pair * 16;
+    if constexpr (kFp8) {
+      *reinterpret_cast<float4*>(o + 4 * c) = {even[0], odd[0], even[1], odd[1]};
+    } else {
+      *reinterpret_cast<float2*>(o + 2 * c) = {even[0], even[1]};
+      *reinterpret_cast<float2*>(o + 8 + 2 * c) = {odd[0], odd[1]};
     }
   }
 }
 
-// Join the states of all warps into warp 0's, in a fixed order. kRows is 1 when rows 8 to 15 are not in use.
-// A writer's slot is one that only it has read before, so one barrier per round is enough after the first.
+// All warps: join their states through shared memory in a fixed order, each finishing some of the columns, and write the result
+// to the output or to this segment's part of the float workspace. kRows is 1 when rows 8 to 15 are not in use.
 template <int kRows>
-__device__ __forceinline__ void join_warps(WarpState& state, float* slots, int warp, int lane) {
+__device__ __forceinline__ void join_and_write(const AttentionParams& params, const Tile& tile, const Segment& segment, const Row (&row)[2],
+                                               const MergeGroup& group, const WarpState& state, float* slots, int warp, int lane) {
+  // Everyone has finished with the previous segment's states.
   __syncthreads();
-#pragma unroll
-  for (int half = kNumWarps / 2; half > 0; half /= 2) {
-    if (warp >= half && warp < 2 * half) store_state<kRows>(state, slots + warp % (kNumWarps / 2) * kStateWords, lane);
-    __syncthreads();
-    if (warp < half) join_state<kRows>(state, slots + (warp + half) % (kNumWarps / 2) * kStateWords, lane);
-  }
-}
-
-// Warp 0: write the joined state to the output, or to its part of the float workspace.
-__device__ __forceinline__ void write_state(const AttentionParams& params, const Tile& tile, const Segment& segment, const Row (&row)[2],
-                                            const WarpState& state, int lane) {
+  store_state<kRows>(state, slots + warp * kStateWords, lane);
+  __syncthreads();
+  JoinedRows<kRows> joined(params, segment, row, slots, lane);
   int g = lane / 4, c = lane % 4;
+  long long part = group.first_row + static_cast<long long>(segment.part) * tile.num_rows + g;
+  for (int pair = warp; pair < kOutputTiles / 2; pair += kNumWarps) {
+    const float* columns = slots + pair * 8 * 32 + lane;
 #pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    int row_in_tile = g + 8 * r;
-    if (row_in_tile >= tile.num_rows) continue;
-    if (segment.group < 0) {
-      RowFinish finish = finish_row(params, row[r], segment.kv_head, state.row_max[r], state.row_sum[r]);
-      unsigned short* o = output_row(params, tile, row[r]);
+    for (int r = 0; r < kRows; ++r) {
+      float even[2] = {0.f, 0.f}, odd[2] = {0.f, 0.f};
 #pragma unroll
-      for (int n = 0; n < kOutputTiles; n += 2) {
-        if constexpr (kFp8) {
-          // Tiles n and n + 1 interleave: together a thread has four neighbouring dimensions.
-          uint2 packed = {pack_pair<kQElement>(state.o[n][2 * r] * finish.scale, state.o[n + 1][2 * r] * finish.scale),
-                          pack_pair<kQElement>(state.o[n][2 * r + 1] * finish.scale, state.o[n + 1][2 * r + 1] * finish.scale)};
-          *reinterpret_cast<uint2*>(o + output_dim(n, c, 0)) = packed;
-        } else {
+      for (int w = 0; w < kNumWarps; ++w) {
 #pragma unroll
-          for (int m = n; m < n + 2; ++m) {
-            *reinterpret_cast<unsigned*>(o + output_dim(m, c, 0)) = pack_pair<kQElement>(state.o[m][2 * r] * finish.scale, state.o[m][2 * r + 1] * finish.scale);
-          }
+        for (int j = 0; j < 2; ++j) {
+          even[j] += columns[w * kStateWords + (2 * r + j) * 32] * joined.weight[w][r];
+          odd[j] += columns[w * kStateWords + (4 + 2 * r + j) * 32] * joined.weight[w][r];
         }
       }
-      if (c == 0) store_lse(params, tile, row[r], finish.lse);
+#pragma unroll
+      for (int j = 0; j < 2; ++j) even[j] *= joined.finish[r].scale, odd[j] *= joined.finish[r].scale;
+      if (g + 8 * r < tile.num_rows) write_columns(params, tile, segment, row[r], part + 8 * r, pair, c, even, odd);
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    if (warp != 0 || c != 0 || g + 8 * r >= tile.num_rows) continue;
+    if (segment.group < 0) {
+      store_lse(params, tile, row[r], joined.finish[r].lse);
     } else {
-      RowFinish finish = finish_part(state.row_max[r], state.row_sum[r]);
-      long long part = part_row(params, tile, segment) + row_in_tile;
-      float* o = params.partial_o + part * kHeadDimVo;
-#pragma unroll
-      for (int n = 0; n < kOutputTiles; ++n) {
-#pragma unroll
-        for (int j = 0; j < 2; ++j) o[output_dim(n, c, j)] = state.o[n][2 * r + j] * finish.scale;
-      }
-      if (c == 0) params.partial_lse[part] = finish.lse;
+      params.partial_lse[part + 8 * r] = joined.finish[r].lse;
     }
   }
 }

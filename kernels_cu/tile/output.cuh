@@ -46,62 +46,77 @@ __device__ __forceinline__ void store_lse(const AttentionParams& params, const T
   if (params.lse != nullptr) params.lse[(static_cast<long long>(tile.q_begin) + row.token) * params.num_qo_heads + row.head] = lse;
 }
 
+// A merge group's record, but for its counter. Load it early: it is needed when a segment ends, and costs a trip to memory.
+struct MergeGroup {
+  int first_row, num_parts;
+};
+
+__device__ __forceinline__ MergeGroup load_merge_group(const AttentionParams& params, const Segment& segment) {
+  if (segment.group < 0) return {0, 0};
+  const int* record = params.merge_groups + 4ll * segment.group;
+  return {record[0], record[1]};
+}
+
 // First row of a part in partial_o and partial_lse.
-__device__ __forceinline__ long long part_row(const AttentionParams& params, const Tile& tile, const Segment& segment) {
-  return params.merge_groups[4ll * segment.group] + static_cast<long long>(segment.part) * tile.num_rows;
+__device__ __forceinline__ long long part_row(const MergeGroup& group, const Tile& tile, const Segment& segment) {
+  return group.first_row + static_cast<long long>(segment.part) * tile.num_rows;
 }
 
-// Sum the parts of one element group of a row, four columns wide, in part order.
-__device__ __forceinline__ float4 merge_columns(const AttentionParams& params, long long first, int num_rows, int num_parts, int column, float joint_max,
-                                                float& row_sum) {
-  float4 sum = {0.f, 0.f, 0.f, 0.f};
-  row_sum = 0.f;
-#pragma unroll 8
-  for (int part = 0; part < num_parts; ++part) {
-    long long row = first + static_cast<long long>(part) * num_rows;
-    float weight = ex2(load_l2(params.partial_lse + row) - joint_max);
-    float4 o = load_l2(reinterpret_cast<const float4*>(params.partial_o + row * kHeadDimVo + column));
-    row_sum += weight;
-    sum.x += weight * o.x, sum.y += weight * o.y, sum.z += weight * o.z, sum.w += weight * o.w;
-  }
-  return sum;
-}
+// Parts whose loads are in flight together while merging.
+constexpr int kMergeBatch = 16;
 
-// All threads of the CTA: write a unit's output from its parts.
-__device__ __forceinline__ void merge_parts(const AttentionParams& params, const Tile& tile, const Segment& segment) {
-  constexpr int kColumnGroups = kHeadDimVo / 4;
-  int first_row = params.merge_groups[4ll * segment.group];
-  int num_parts = params.merge_groups[4ll * segment.group + 1];
-  for (int idx = threadIdx.x; idx < tile.num_rows * kColumnGroups; idx += blockDim.x) {
-    int row_in_tile = idx / kColumnGroups, column = idx % kColumnGroups * 4;
-    Row row = make_row(params, tile, segment.kv_head, row_in_tile);
-    long long first = static_cast<long long>(first_row) + row_in_tile;
-    float joint_max = neg_inf();
-#pragma unroll 8
-    for (int part = 0; part < num_parts; ++part) {
-      joint_max = fmaxf(joint_max, load_l2(params.partial_lse + first + static_cast<long long>(part) * tile.num_rows));
+// All threads of the CTA: write a unit's output from its parts, in part order.
+__device__ __forceinline__ void merge_parts(const AttentionParams& params, const Tile& tile, const Segment& segment, const MergeGroup& group) {
+  constexpr int kColumnPairs = kHeadDimVo / 2;
+  for (int idx = threadIdx.x; idx < tile.num_rows * kColumnPairs; idx += blockDim.x) {
+    int row_in_tile = idx / kColumnPairs, column = idx % kColumnPairs * 2;
+    const float* lse = params.partial_lse + group.first_row + row_in_tile;
+    const float* o = params.partial_o + (static_cast<long long>(group.first_row) + row_in_tile) * kHeadDimVo + column;
+    float row_max = neg_inf(), row_sum = 0.f;
+    float2 sum = {0.f, 0.f};
+    for (int first = 0; first < group.num_parts; first += kMergeBatch) {
+      float part_lse[kMergeBatch];
+      float2 part_o[kMergeBatch];
+      float batch_max = row_max;
+#pragma unroll
+      for (int i = 0; i < kMergeBatch; ++i) {
+        long long part = static_cast<long long>(first + i) * tile.num_rows;
+        bool exists = first + i < group.num_parts;
+        part_lse[i] = exists ? load_l2(lse + part) : neg_inf();
+        part_o[i] = exists ? load_l2(reinterpret_cast<const float2*>(o + part * kHeadDimVo)) : float2{0.f, 0.f};
+      }
+#pragma unroll
+      for (int i = 0; i < kMergeBatch; ++i) batch_max = fmaxf(batch_max, part_lse[i]);
+      // Every part may be empty: keep -inf out of the differences.
+      float reference = batch_max == neg_inf() ? 0.f : batch_max;
+      float rescale = ex2(row_max - reference);
+      row_max = batch_max;
+      row_sum *= rescale, sum.x *= rescale, sum.y *= rescale;
+#pragma unroll
+      for (int i = 0; i < kMergeBatch; ++i) {
+        float weight = ex2(part_lse[i] - reference);
+        row_sum += weight, sum.x += weight * part_o[i].x, sum.y += weight * part_o[i].y;
+      }
     }
-    float row_sum;
-    // Every part may be empty: keep -inf out of the exponent.
-    float4 sum = merge_columns(params, first, tile.num_rows, num_parts, column, joint_max == neg_inf() ? 0.f : joint_max, row_sum);
-    RowFinish finish = finish_row(params, row, segment.kv_head, joint_max, row_sum);
-    uint2 packed = {pack_pair<kQElement>(sum.x * finish.scale, sum.y * finish.scale), pack_pair<kQElement>(sum.z * finish.scale, sum.w * finish.scale)};
-    *reinterpret_cast<uint2*>(output_row(params, tile, row) + column) = packed;
+    Row row = make_row(params, tile, segment.kv_head, row_in_tile);
+    RowFinish finish = finish_row(params, row, segment.kv_head, row_max, row_sum);
+    *reinterpret_cast<unsigned*>(output_row(params, tile, row) + column) = pack_pair<kQElement>(sum.x * finish.scale, sum.y * finish.scale);
     if (column == 0) store_lse(params, tile, row, finish.lse);
   }
 }
 
 // All threads, after they stored their share of a part: announce it, and merge if it was the last of its group.
 // `is_last` is one int of shared memory; the caller synchronises before reusing it.
-__device__ __forceinline__ void finish_part_of_group(const AttentionParams& params, const Tile& tile, const Segment& segment, int* is_last) {
+__device__ __forceinline__ void finish_part_of_group(const AttentionParams& params, const Tile& tile, const Segment& segment, const MergeGroup& group,
+                                                     int* is_last) {
   __syncthreads();
   if (threadIdx.x == 0) {
     int* arrived = params.merge_groups + 4ll * segment.group + 2;
-    bool last = atomic_increment_acq_rel(arrived) == params.merge_groups[4ll * segment.group + 1] - 1;
+    bool last = atomic_increment_acq_rel(arrived) == group.num_parts - 1;
     // Leave the counter as the plan set it, so that the next run finds it zero.
     if (last) *arrived = 0;
     *is_last = last;
   }
   __syncthreads();
-  if (*is_last) merge_parts(params, tile, segment);
+  if (*is_last) merge_parts(params, tile, segment, group);
 }

@@ -12,10 +12,12 @@ constexpr bool kAlibi = kPosEncoding == PosEncoding::kAlibi;
 
 constexpr int kWarpRows = kCtaTileQ / kNumWarps;
 constexpr int kRowTiles = kWarpRows / 16;    // 16-row matrix tiles of a warp
-// Keys whose logits a warp holds at a time. Converting fp8 and adding ALiBi take registers that 32 rows of 64 logits leave none of.
-constexpr int kLogitKeys = (kFp8Kv || kAlibi) && kWarpRows == 32 && kHeadDimVo >= 128 ? 32 : kKvTile;
-constexpr int kKeyTiles = kLogitKeys / 8;    // 8-key column tiles of the logits
 constexpr int kDimTiles = kHeadDimVo / 8;    // 8-wide column tiles of the output
+// Keys whose logits a warp holds at a time. Where the output takes half of all registers, what is done to keys or logits on
+// their way takes those that the logits of 64 keys would need.
+constexpr bool kBusyLoop = kFp8Kv || kAlibi || kSoftCap || kCustomMask;
+constexpr int kLogitKeys = kBusyLoop && kRowTiles * kDimTiles >= 32 ? 32 : kKvTile;
+constexpr int kKeyTiles = kLogitKeys / 8;    // 8-key column tiles of the logits
 constexpr int kThreadRows = 2 * kRowTiles;   // rows a thread holds logits and outputs of
 constexpr int kWarpKeys = kKvTile / kNumWarps;
 constexpr unsigned kFullWarp = 0xffffffffu;

@@ -124,7 +124,7 @@ __device__ __forceinline__ void load_q_tile(const AttentionParams& params, const
     copy_q_rows(params, work, smem_address(q_tile));
   }
   if constexpr (!kScaleQRows) {
-    if (threadIdx.x == 0) logit_scales[0] = fmaxf(head_logit_scale(params, work.segment.kv_head), kLeastScale);
+    if (recompute_from(threadIdx.x) == 0) logit_scales[0] = fmaxf(head_logit_scale(params, work.segment.kv_head), kLeastScale);
   }
 }
 
@@ -136,20 +136,34 @@ __device__ __forceinline__ KvSlot lane_kv_slot(const AttentionParams& params, co
   return key < work.segment.kv_end ? kv_slot(params, work.tile, key) : KvSlot{0, 0};
 }
 
-// Start the warp's 16 rows of a K or V tile; rows past the segment's last key become zeros.
+// Start the warp's 16 rows of a K or V tile; rows past the segment's last key become zeros. `slot` is lane_kv_slot's, and
+// counts for paged caches only: the rows of ragged ones are one stride apart.
 template <bool kIsK>
 __device__ __forceinline__ void load_kv_tile(const AttentionParams& params, const Work& work, int key_begin, KvSlot slot, unsigned tile) {
   constexpr int kRowBytes = kIsK ? kKRowBytes : kVRowBytes, kChunks = kRowBytes / 16;
-  static_assert(kWarpKeys * kChunks % 32 == 0, "every lane copies the same number of chunks");
-  const unsigned char* base = static_cast<const unsigned char*>(kIsK ? params.k : params.v);
+  // In one step a warp copies kLaneChunks chunks of kStepRows rows.
+  constexpr int kLaneChunks = (kChunks & -kChunks) < 32 ? kChunks & -kChunks : 32, kStepRows = 32 / kLaneChunks;
+  static_assert(kLaneChunks >= static_cast<int>(Swizzle<kRowBytes>::kSpan) && kWarpKeys % kStepRows == 0, "steps keep within the swizzle");
+  unsigned thread = recompute_from(threadIdx.x), lane_row = thread % 32 / kLaneChunks, lane_chunk = thread % kLaneChunks;
+  unsigned warp_key = thread / 32 * kWarpKeys;
+  int first_key = key_begin + static_cast<int>(warp_key), num_keys = work.segment.kv_end - first_key - static_cast<int>(lane_row);
+  if constexpr (kPaged) {
+    slot = {static_cast<int>(recompute_from(slot.page)), static_cast<int>(recompute_from(slot.slot))};
+  } else {
+    slot = {0, work.tile.kv_base + first_key + static_cast<int>(lane_row)};
+  }
   int kv_head = work.segment.kv_head;
   long long lane_offset = kIsK ? k_row_offset(params, slot, kv_head) : v_row_offset(params, slot, kv_head);
-  unsigned thread = recompute_from(threadIdx.x), lane = thread % 32, warp_key = thread / 32 * kWarpKeys;
-  int num_keys = work.segment.kv_end - key_begin - static_cast<int>(warp_key);
+  long long row_stride = (kIsK ? params.k_stride_token : params.v_stride_token) * kKvBytes;
+  const unsigned char* source = static_cast<const unsigned char*>(kIsK ? params.k : params.v) + lane_chunk * 16;
+  unsigned lane_target = tile + Swizzle<kRowBytes>::offset(warp_key + lane_row, lane_chunk);
 #pragma unroll
-  for (int step = 0; step < kWarpKeys * kChunks / 32; ++step) {
-    unsigned idx = step * 32 + lane, row = idx / kChunks, chunk = idx % kChunks;
-    long long offset = __shfl_sync(kFullWarp, lane_offset, row);
-    cp_async_16(tile + Swizzle<kRowBytes>::offset(warp_key + row, chunk), base + offset + chunk * 16, static_cast<int>(row) < num_keys);
+  for (int row = 0; row < kWarpKeys; row += kStepRows) {
+    long long offset = kPaged ? __shfl_sync(kFullWarp, lane_offset, row + lane_row) : lane_offset + row * row_stride;
+    unsigned target = Swizzle<kRowBytes>::advance_rows(lane_target, row);
+#pragma unroll
+    for (int chunk = 0; chunk < kChunks; chunk += kLaneChunks) {
+      cp_async_16(target + chunk * 16, source + offset + chunk * 16, row < num_keys);
+    }
   }
 }

@@ -6,8 +6,7 @@
 
 // Byte offset, in a K tile, of the row and first chunk this lane addresses for ldmatrix. 16-bit keys: 16 keys by two
 // chunks. 8-bit keys: 32 keys by one chunk, which holds all 16 dims of a step.
-__device__ __forceinline__ unsigned k_lane_offset() {
-  int lane = lane_idx();
+__device__ __forceinline__ unsigned k_lane_offset(unsigned lane) {
   return kFp8Kv ? Swizzle<kKRowBytes>::offset(lane, 0) : Swizzle<kKRowBytes>::offset(lane / 16 * 8 + lane % 8, lane / 8 % 2);
 }
 
@@ -84,16 +83,17 @@ __device__ __forceinline__ void logits_step_fp8_rope(Logits& s, unsigned q_lane,
 
 // Raw products of the warp's rows with kLogitKeys keys; `k_tile` is where the first one lies, `key_begin` its index.
 __device__ __forceinline__ void compute_logits(Logits& s, unsigned q_tile, unsigned k_tile, const float2* turns, int key_begin) {
-  int lane = lane_idx();
-  unsigned q_lane = q_tile + Swizzle<kQRowBytes>::offset(warp_idx() * kWarpRows + lane % 16, lane / 16);
-  unsigned k_lane = k_tile + k_lane_offset();
+  unsigned thread = recompute_from(threadIdx.x), lane = thread % 32;
+  unsigned q_lane = q_tile + Swizzle<kQRowBytes>::offset(thread / 32 * kWarpRows + lane % 16, lane / 16);
+  unsigned k_lane = k_tile + k_lane_offset(lane);
 #pragma unroll
   for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
     for (int n = 0; n < kKeyTiles; ++n) s[m][n][0] = s[m][n][1] = s[m][n][2] = s[m][n][3] = 0.f;
   }
   if constexpr (kFp8Kv && kRope) {
-#pragma unroll
+    // Unrolled, the angles of later steps would be computed early and kept.
+#pragma unroll 1
     for (int step = 0; step < kHeadDimQk / 32; ++step) logits_step_fp8_rope(s, q_lane, k_lane, step, turns, key_begin);
   } else {
 #pragma unroll
@@ -127,7 +127,8 @@ __device__ __forceinline__ void accumulate_output(Output& o, const Logits& s, co
   float scale[kThreadRows];
 #pragma unroll
   for (int r = 0; r < kThreadRows; ++r) scale[r] = exponent_scale(logit_scales, r);
-  unsigned v_lane = v_tile + Swizzle<kVRowBytes>::offset(lane_idx() % 16, lane_idx() / 16);
+  unsigned lane = recompute_from(threadIdx.x) % 32;
+  unsigned v_lane = v_tile + Swizzle<kVRowBytes>::offset(lane % 16, lane / 16);
 #pragma unroll
   for (int step = 0; step < kLogitKeys / 16; ++step) {
     unsigned p[kRowTiles][4];

@@ -64,10 +64,10 @@ __device__ __forceinline__ void write_direct(const AttentionParams& params, cons
 }
 
 // One part: rows divided by their own denominator, in float, straight from registers.
-__device__ __forceinline__ void write_part(const AttentionParams& params, const Work& work, const Output& o, RowState& state) {
+__device__ __forceinline__ void write_part(const AttentionParams& params, const Work& work, const MergeGroup& group, const Output& o, RowState& state) {
   int c = lane_idx() % 4;
   reduce_rows(state);
-  long long first = part_row(params, work.tile, work.segment);
+  long long first = part_row(group, work.tile, work.segment);
 #pragma unroll
   for (int r = 0; r < kThreadRows; ++r) {
     if (thread_row(r) >= work.tile.num_rows) continue;

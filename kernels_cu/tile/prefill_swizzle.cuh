@@ -19,4 +19,9 @@ struct Swizzle {
   static __device__ __forceinline__ unsigned advance(unsigned address, unsigned step) {
     return (address ^ (step % kSpan << 4)) + (step / kSpan * kSpan << 4);
   }
+
+  // The address `rows` rows further down in the same chunk column, when `rows` has no bit in common with the row's index.
+  static __device__ __forceinline__ unsigned advance_rows(unsigned address, unsigned rows) {
+    return (address ^ (rows / kRowsPerStep % kSpan << 4)) + rows * kRowBytes;
+  }
 };

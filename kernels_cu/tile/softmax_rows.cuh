@@ -34,7 +34,7 @@ __device__ __forceinline__ void transform_logits(const AttentionParams& params, 
   for (int r = 0; r < kThreadRows; ++r) {
     float scale = logit_scales[kScaleQRows ? thread_row(r) : 0], slope = 0.f, bias = 0.f;
     if constexpr (kAlibi) {
-      Row row = make_row(params, work.tile, work.segment.kv_head, thread_row(r));
+      Row row = make_row(params, work.tile, work.segment.kv_head, recompute_from(thread_row(r)));
       slope = thread_row(r) < work.tile.num_rows ? __ldg(params.alibi_slopes + row.head) * kLog2E : 0.f;
       bias = slope * static_cast<float>(key_begin + lane_idx() % 4 * 2 - row.position);
     }
@@ -55,15 +55,19 @@ __device__ __forceinline__ void transform_logits(const AttentionParams& params, 
 __device__ __forceinline__ void mask_logits(const AttentionParams& params, const Work& work, int key_begin, Logits& s) {
 #pragma unroll
   for (int r = 0; r < kThreadRows; ++r) {
-    Row row = make_row(params, work.tile, work.segment.kv_head, thread_row(r));
+    Row row = make_row(params, work.tile, work.segment.kv_head, recompute_from(thread_row(r)));
     int first_key = key_begin + lane_idx() % 4 * 2;
     int lo = row.lo - first_key, hi = min(row.hi, work.segment.kv_end - 1) - first_key;
+    // The bit of `first_key` as custom_mask_bit counts them. Eight keys on is one byte on; only bytes of visible keys are read.
+    long long bit = kCustomMask ? static_cast<long long>(row.token) * work.tile.kv_len + first_key : 0;
+    const unsigned char* bytes = params.mask + work.tile.mask_begin + (bit >> 3);
+    int shift = bit & 7;
 #pragma unroll
     for (int n = 0; n < kKeyTiles; ++n) {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         bool visible = n * 8 + e >= lo && n * 8 + e <= hi;
-        if constexpr (kCustomMask) visible = visible && custom_mask_bit(params, work.tile, row, first_key + n * 8 + e);
+        if constexpr (kCustomMask) visible = visible && (__ldg(bytes + n + (shift + e) / 8) >> (shift + e) % 8 & 1);
         if (!visible) s[r / 2][n][r % 2 * 2 + e] = neg_inf();
       }
     }

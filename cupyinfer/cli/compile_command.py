@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`cupyinfer compile`: fill the kernel cache ahead of time, with no GPU."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+from cupyinfer.cli.arguments import at_least
+from cupyinfer.cli.output import Report, count, format_table, progress
+from cupyinfer.dtypes import HALF_TYPES, canonical_dtype
+from cupyinfer.errors import ArgumentError
+from cupyinfer.jit.ahead import CompileOutcome, compile_variants, standard_variants
+from cupyinfer.jit.cache import cache_directory
+from cupyinfer.jit.variant import AttentionVariant, KernelVariant
+from cupyinfer.schedule.profile import ARCHS, profile_for_arch
+
+_DESCRIPTION = """\
+Compile the standard kernels into the cache with NVRTC. It needs the NVRTC wheel, but no GPU and no CUDA toolkit, so an image
+can be built with warm kernels anywhere. Set CUPYINFER_CACHE_DIR to choose where they go.
+
+  cupyinfer compile --arch sm_90a                           everything for H100 and H200
+  cupyinfer compile --arch sm_80 sm_89 --head-dim 128 --dtype bfloat16
+  cupyinfer compile --kernel q16 --jobs 1                   only 16-row tiles, for every arch, in this process
+
+Exit code 1 when a kernel failed or spills registers.
+"""
+
+
+def add_parser(commands: Any) -> argparse.ArgumentParser:
+    """Add the command to the program's parser."""
+    parser: argparse.ArgumentParser = commands.add_parser("compile", help="fill the kernel cache, with no GPU", description=_DESCRIPTION)
+    parser.add_argument("--arch", nargs="+", metavar="ARCH", default=list(ARCHS), help=f"any of {', '.join(ARCHS)} (default: all)")
+    parser.add_argument("--head-dim", nargs="+", type=at_least(1), metavar="N", help="only attention kernels of these widths")
+    parser.add_argument("--dtype", nargs="+", metavar="DTYPE", help="only attention kernels of these types: float16, bfloat16")
+    parser.add_argument("--kernel", metavar="TEXT", help="only kernels whose name holds this text, such as q16, paged or append")
+    parser.add_argument("--jobs", type=at_least(1), metavar="N", help="compiling processes (default: one per CPU)")
+    return parser
+
+
+def run(args: argparse.Namespace) -> Report:
+    """Compile, with a bar per kernel."""
+    archs = list(dict.fromkeys(args.arch))
+    for arch in archs:
+        profile_for_arch(arch)
+    variants = _selected(args)
+    total = len(variants) * len(archs)
+    with progress(total, "compiling", "kernel") as advance:
+        outcomes = compile_variants(variants, archs, lambda outcome, done, of: advance(1), args.jobs)
+    return _report(outcomes)
+
+
+def _selected(args: argparse.Namespace) -> list[KernelVariant]:
+    dtypes = None if args.dtype is None else {canonical_dtype(dtype, "--dtype", HALF_TYPES) for dtype in args.dtype}
+    selected = []
+    for variant in standard_variants():
+        if isinstance(variant, AttentionVariant):
+            if args.head_dim is not None and variant.head_dim_qk not in args.head_dim:
+                continue
+            if dtypes is not None and variant.q_dtype not in dtypes:
+                continue
+        if args.kernel is None or args.kernel in str(variant):
+            selected.append(variant)
+    if not selected:
+        names = ", ".join(str(variant) for variant in standard_variants())
+        raise ArgumentError(f"--head-dim, --dtype, --kernel: no standard kernel fits all of them; there are {names}")
+    return selected
+
+
+def _failed(outcome: CompileOutcome) -> bool:
+    return outcome.report is None or outcome.report.spill_bytes > 0
+
+
+def _report(outcomes: Sequence[CompileOutcome]) -> Report:
+    data, rows = [], []
+    for outcome in outcomes:
+        report = outcome.report
+        data.append(
+            {
+                "variant": str(outcome.variant),
+                "arch": outcome.arch,
+                "registers": None if report is None else report.registers,
+                "spill_bytes": None if report is None else report.spill_bytes,
+                "seconds": round(outcome.seconds, 3),
+                "cached": not outcome.compiled and outcome.error is None,
+                "error": outcome.error,
+            }
+        )
+        measured = ("failed", "") if report is None else (str(report.registers), f"{report.spill_bytes:,} B")
+        cached = "yes" if data[-1]["cached"] else "no"
+        rows.append((str(outcome.variant), outcome.arch, *measured, f"{outcome.seconds:.2f}", cached))
+    failed = [outcome for outcome in outcomes if outcome.report is None]
+    spilled = [outcome for outcome in outcomes if outcome.report is not None and outcome.report.spill_bytes]
+    lines = [format_table(("kernel", "arch", "registers", "spilled", "seconds", "cached"), rows, indent=""), ""]
+    lines += [f"{outcome.variant} for {outcome.arch} failed: {outcome.error}" for outcome in failed]
+    lines += [f"{outcome.variant} for {outcome.arch} spills {outcome.report.spill_bytes} bytes" for outcome in spilled if outcome.report]
+    compiled = sum(outcome.compiled for outcome in outcomes)
+    directory = cache_directory()
+    lines.append(
+        f"{count(len(outcomes), 'kernel')}: {compiled} compiled, {sum(entry['cached'] is True for entry in data)} cached, "
+        f"{len(failed)} failed, {len(spilled)} with spills; cache {directory or 'in memory only'}"
+    )
+    summary = {"cache_directory": str(directory) if directory else None, "failed": len(failed), "spilled": len(spilled), "kernels": data}
+    return Report(summary, "\n".join(lines), int(any(_failed(outcome) for outcome in outcomes)))
