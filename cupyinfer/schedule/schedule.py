@@ -16,6 +16,9 @@ from cupyinfer.schedule.tiling import tile_iterations
 
 #: An even cut must beat whole units by this factor before anything is shared: merging is not free.
 _SHARING_GAIN = 1.02
+#: A 16-row kernel waits for memory, which a few idle SMs do not slow down: its whole units, or equal pieces of them, may take this
+#: much longer than an even cut would on the busiest SM.
+_IDLE_SMS = 1.04
 #: Iterations a share has at least: in fewer than 128 keys the eight warps of a 16-row tile would not all find a block.
 _MIN_SHARE = 2
 #: One CTA alone on its SM takes this share of the time per iteration that it takes beside a second one.
@@ -100,27 +103,60 @@ def make_schedule(
     """
     grid = num_sms * config.ctas_per_sm
     merge_groups, num_partial_rows = no_groups(), 0
-    shares = num_whole_units = 0
-    if policy.fixed_kv is not None:
-        tiles, merge_groups, num_partial_rows = _fixed_split(tiles, config.kv_tile, num_kv_heads, policy.fixed_kv)
+    piece_kv = policy.fixed_kv
+    if piece_kv is None and policy.allowed and config.cta_tile_q == 16 and len(tiles):
+        piece_kv = _equal_piece_kv(tiles, config, num_sms, num_kv_heads)
+    if piece_kv is not None:
+        tiles, merge_groups, num_partial_rows = _split_tiles(tiles, config.kv_tile, num_kv_heads, piece_kv)
     elif len(tiles):
-        iterations = tile_iterations(tiles, config.kv_tile)
-        shortest, longest = int(iterations.min()), int(iterations.max())
-        if shortest != longest and (config.cta_tile_q > 16 or not policy.allowed):
-            # Longest first: the short ones at the end even out what the long ones left.
-            order = (-iterations).argsort(kind="stable")
-            tiles, iterations = tiles[order], iterations[order]
-        if policy.allowed:
-            tile_begin = np.zeros(len(tiles) + 1, np.int64)
-            np.multiply(iterations, num_kv_heads, out=tile_begin[1:])
-            tile_begin.cumsum(out=tile_begin)
-            num_whole_units, shares = _sharing(iterations, config, num_sms, num_kv_heads, shortest == longest, longest, int(tile_begin[-1]))
-    if shares:
-        num_ctas = grid if full_grid else max(min(num_whole_units, grid), shares)
-        return Schedule(config, tiles, cut_line(iterations, tile_begin, tiles[:, 3], num_kv_heads, num_ctas, num_whole_units, shares))
+        tiles, partition = _automatic(tiles, config, num_sms, num_kv_heads, policy.allowed, full_grid)
+        if partition is not None:
+            return Schedule(config, tiles, partition)
     num_units = len(tiles) * num_kv_heads
-    cta_work = whole_units_only(grid if full_grid else min(num_units, grid), num_units)
+    # As many CTAs as there are units in every wave: neighbours then read the heads of one page at the same time.
+    num_ctas = -(-num_units // -(-num_units // grid)) if num_units else 0
+    cta_work = whole_units_only(grid if full_grid else num_ctas, num_units)
     return Schedule(config, tiles, Partition(cta_work, merge_groups, num_partial_rows))
+
+
+def _equal_piece_kv(tiles: npt.NDArray[np.int32], config: TileConfig, num_sms: int, num_kv_heads: int) -> int | None:
+    """Keys per piece when equal pieces of all units fill the GPU almost evenly; None when units differ or no number of pieces does."""
+    keys = tiles[:, 5] - tiles[:, 4]
+    longest = int(keys.max())
+    if longest != int(keys.min()):
+        return None
+    grid, num_units = num_sms * config.ctas_per_sm, len(tiles) * num_kv_heads
+    iterations = max(1, -(-longest // config.kv_tile))
+    pieces = max(1, min(grid // num_units, iterations // _MIN_SHARE))
+    per_piece = -(-iterations // pieces)
+    busiest = -(-num_units * pieces // grid) * per_piece
+    if busiest * grid <= _IDLE_SMS * num_units * iterations or per_piece <= _MIN_SHARE:
+        return per_piece * config.kv_tile
+    return None
+
+
+def _automatic(
+    tiles: npt.NDArray[np.int32], config: TileConfig, num_sms: int, num_kv_heads: int, may_split: bool, full_grid: bool
+) -> tuple[npt.NDArray[np.int32], Partition | None]:
+    """Tiles in the order to work on them, and how CTAs share them; None when every unit is best left to one CTA."""
+    iterations = tile_iterations(tiles, config.kv_tile)
+    shortest, longest = int(iterations.min()), int(iterations.max())
+    if shortest != longest and (config.cta_tile_q > 16 or not may_split):
+        # Longest first: the short ones at the end even out what the long ones left.
+        order = (-iterations).argsort(kind="stable")
+        tiles, iterations = tiles[order], iterations[order]
+    if not may_split:
+        return tiles, None
+    tile_begin = np.zeros(len(tiles) + 1, np.int64)
+    tile_begin[1:] = iterations
+    tile_begin.cumsum(out=tile_begin)
+    tile_begin *= num_kv_heads
+    num_whole_units, shares = _sharing(iterations, config, num_sms, num_kv_heads, shortest == longest, longest, int(tile_begin[-1]))
+    if not shares:
+        return tiles, None
+    grid = num_sms * config.ctas_per_sm
+    num_ctas = grid if full_grid else max(min(num_whole_units, grid), shares)
+    return tiles, cut_line(iterations, tile_begin, tiles[:, 3], num_kv_heads, num_ctas, num_whole_units, shares)
 
 
 def _sharing(
@@ -187,11 +223,14 @@ def _longest_share(iterations: npt.NDArray[np.int32], num_kv_heads: int, grid: i
     return int(waves.sum(axis=0).max())
 
 
-def _fixed_split(
+def _split_tiles(
     tiles: npt.NDArray[np.int32], kv_tile: int, num_kv_heads: int, fixed_kv: int
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], int]:
     """Tiles cut along the keys into chunks of `fixed_kv`, their merge groups, and the rows of partial results."""
     keys = tiles[:, 5].astype(np.int64) - tiles[:, 4]
+    if keys.max(initial=0) <= fixed_kv:
+        order = (-keys).argsort(kind="stable")
+        return tiles[order], no_groups(), 0
     chunks = np.maximum(-(-keys // fixed_kv), 1)
     first_chunk = np.cumsum(chunks) - chunks
     of_tile = np.repeat(np.arange(len(tiles)), chunks)
