@@ -47,10 +47,10 @@ lint: $(READY) ## ruff (rules and format) and mypy
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
 
-format: $(READY) ## rewrite the sources and the README's tree in the project's format
+format: $(READY) ## rewrite the sources in the project's format, and the README's tree and sizes
 	$(RUN) -m ruff check --fix-only .
 	$(RUN) -m ruff format .
-	$(RUN) -m tests.project.tree
+	$(RUN) -m tests.project.readme
 
 test-gpu: $(READY) ## run the tests that need a CUDA GPU, and fail where there is none
 	$(RUN) -m pytest -m gpu --require-gpu $(ARGS)

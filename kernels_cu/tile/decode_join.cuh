@@ -52,13 +52,19 @@ struct JoinedRows {
 __device__ __forceinline__ void write_columns(const AttentionParams& params, const JoinRecord& record, int row_in_tile, int group, int c,
                                               const float (&even)[2], const float (&odd)[2]) {
   if (record.segment.group < 0) {
-    unsigned short* o = output_row(params, record.tile, make_row(params, record.tile, record.segment.kv_head, row_in_tile)) + group * 16;
+    Row row = make_row(params, record.tile, record.segment.kv_head, row_in_tile);
+    unsigned short* o = output_row(params, record.tile, row) + group * 16;
     if constexpr (kFp8) {
       // Even and odd dimensions come from different tiles: together a thread has four neighbours.
-      *reinterpret_cast<uint2*>(o + 4 * c) = {pack_pair<kQElement>(even[0], odd[0]), pack_pair<kQElement>(even[1], odd[1])};
+      float x[4] = {even[0], odd[0], even[1], odd[1]};
+      user_output<4>(params, record.tile, row, group * 16 + 4 * c, x);
+      *reinterpret_cast<uint2*>(o + 4 * c) = {pack_pair<kQElement>(x[0], x[1]), pack_pair<kQElement>(x[2], x[3])};
     } else {
-      *reinterpret_cast<unsigned*>(o + 2 * c) = pack_pair<kQElement>(even[0], even[1]);
-      *reinterpret_cast<unsigned*>(o + 8 + 2 * c) = pack_pair<kQElement>(odd[0], odd[1]);
+      float x[4] = {even[0], even[1], odd[0], odd[1]};
+      user_output<2>(params, record.tile, row, group * 16 + 2 * c, x);
+      user_output<2>(params, record.tile, row, group * 16 + 8 + 2 * c, x + 2);
+      *reinterpret_cast<unsigned*>(o + 2 * c) = pack_pair<kQElement>(x[0], x[1]);
+      *reinterpret_cast<unsigned*>(o + 8 + 2 * c) = pack_pair<kQElement>(x[2], x[3]);
     }
   } else {
     long long part = part_row(record.group, record.tile, record.segment) + row_in_tile;

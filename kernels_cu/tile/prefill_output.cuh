@@ -37,6 +37,10 @@ __device__ __forceinline__ void write_direct(const AttentionParams& params, cons
 #pragma unroll
     for (int block = 0; block < kHeadDimVo / 16; ++block) {
       DimBlock dims(o, r, block, finish.scale);
+      if (kUserOutput && valid) {
+        user_output<kFp8Kv ? 4 : 2>(params, work.tile, row, block * 16 + c * (kFp8Kv ? 4 : 2), dims.x);
+        if constexpr (!kFp8Kv) user_output<2>(params, work.tile, row, block * 16 + 8 + c * 2, dims.x + 2);
+      }
       unsigned low = pack_pair<kQElement>(dims.x[0], dims.x[1]), high = pack_pair<kQElement>(dims.x[2], dims.x[3]);
       if constexpr (kFp8Kv) {
         *reinterpret_cast<uint2*>(staging + Swizzle<kORowBytes>::offset(row_in_warp, block * 2 + c / 2) + c % 2 * 8) = {low, high};
