@@ -52,19 +52,13 @@ struct JoinedRows {
 __device__ __forceinline__ void write_columns(const AttentionParams& params, const JoinRecord& record, int row_in_tile, int group, int c,
                                               const float (&even)[2], const float (&odd)[2]) {
   if (record.segment.group < 0) {
-    Row row = make_row(params, record.tile, record.segment.kv_head, row_in_tile);
-    unsigned short* o = output_row(params, record.tile, row) + group * 16;
+    unsigned short* o = output_row(params, record.tile, make_row(params, record.tile, record.segment.kv_head, row_in_tile)) + group * 16;
     if constexpr (kFp8) {
       // Even and odd dimensions come from different tiles: together a thread has four neighbours.
-      float x[4] = {even[0], odd[0], even[1], odd[1]};
-      user_output<4>(params, record.tile, row, group * 16 + 4 * c, x);
-      *reinterpret_cast<uint2*>(o + 4 * c) = {pack_pair<kQElement>(x[0], x[1]), pack_pair<kQElement>(x[2], x[3])};
+      *reinterpret_cast<uint2*>(o + 4 * c) = {pack_pair<kQElement>(even[0], odd[0]), pack_pair<kQElement>(even[1], odd[1])};
     } else {
-      float x[4] = {even[0], even[1], odd[0], odd[1]};
-      user_output<2>(params, record.tile, row, group * 16 + 2 * c, x);
-      user_output<2>(params, record.tile, row, group * 16 + 8 + 2 * c, x + 2);
-      *reinterpret_cast<unsigned*>(o + 2 * c) = pack_pair<kQElement>(x[0], x[1]);
-      *reinterpret_cast<unsigned*>(o + 8 + 2 * c) = pack_pair<kQElement>(x[2], x[3]);
+      *reinterpret_cast<unsigned*>(o + 2 * c) = pack_pair<kQElement>(even[0], even[1]);
+      *reinterpret_cast<unsigned*>(o + 8 + 2 * c) = pack_pair<kQElement>(odd[0], odd[1]);
     }
   } else {
     long long part = part_row(record.group, record.tile, record.segment) + row_in_tile;
@@ -75,6 +69,18 @@ __device__ __forceinline__ void write_columns(const AttentionParams& params, con
       *reinterpret_cast<float2*>(o + 2 * c) = {even[0], even[1]};
       *reinterpret_cast<float2*>(o + 8 + 2 * c) = {odd[0], odd[1]};
     }
+  }
+}
+
+// The user's transform on columns of a final row: output tiles 2 * group and 2 * group + 1.
+__device__ __forceinline__ void transform_columns(const AttentionParams& params, const JoinRecord& record, int row_in_tile, int group, int c,
+                                                  float (&columns)[2][2]) {
+  if (record.segment.group >= 0 || row_in_tile >= record.tile.num_rows) return;
+  Row row = make_row(params, record.tile, record.segment.kv_head, row_in_tile);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+#pragma unroll
+    for (int j = 0; j < 2; ++j) columns[half][j] = user_output(params, record.tile, row, output_dim(2 * group + half, c, j), columns[half][j]);
   }
 }
 
@@ -97,6 +103,7 @@ __device__ __forceinline__ void write_joined(const AttentionParams& params, cons
       }
 #pragma unroll
       for (int j = 0; j < 2; ++j) columns[0][j] *= joined.finish[r].scale, columns[1][j] *= joined.finish[r].scale;
+      if constexpr (kUserOutput) transform_columns(params, record, g + 8 * r, group, c, columns);
       if (g + 8 * r < record.tile.num_rows) write_columns(params, record, g + 8 * r, group, c, columns[0], columns[1]);
     }
   }

@@ -109,9 +109,8 @@ __device__ __forceinline__ void merge_columns(const AttentionParams& params, con
     }
     Row row = make_row(params, tile, segment.kv_head, row_in_tile);
     RowFinish finish = finish_row(params, row, segment.kv_head, row_max, row_sum);
-    float output[2] = {sum.x * finish.scale, sum.y * finish.scale};
-    user_output<2>(params, tile, row, column, output);
-    *reinterpret_cast<unsigned*>(output_row(params, tile, row) + column) = pack_pair<kQElement>(output[0], output[1]);
+    float low = user_output(params, tile, row, column, sum.x * finish.scale), high = user_output(params, tile, row, column + 1, sum.y * finish.scale);
+    *reinterpret_cast<unsigned*>(output_row(params, tile, row) + column) = pack_pair<kQElement>(low, high);
     if (column == 0) store_lse(params, tile, row, finish.lse);
   }
 }

@@ -38,8 +38,11 @@ __device__ __forceinline__ void write_direct(const AttentionParams& params, cons
     for (int block = 0; block < kHeadDimVo / 16; ++block) {
       DimBlock dims(o, r, block, finish.scale);
       if (kUserOutput && valid) {
-        user_output<kFp8Kv ? 4 : 2>(params, work.tile, row, block * 16 + c * (kFp8Kv ? 4 : 2), dims.x);
-        if constexpr (!kFp8Kv) user_output<2>(params, work.tile, row, block * 16 + 8 + c * 2, dims.x + 2);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          int dim = block * 16 + (kFp8Kv ? c * 4 + i : i / 2 * 8 + c * 2 + i % 2);
+          dims.x[i] = user_output(params, work.tile, row, dim, dims.x[i]);
+        }
       }
       unsigned low = pack_pair<kQElement>(dims.x[0], dims.x[1]), high = pack_pair<kQElement>(dims.x[2], dims.x[3]);
       if constexpr (kFp8Kv) {

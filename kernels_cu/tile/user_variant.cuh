@@ -34,13 +34,11 @@ __device__ __forceinline__ bool user_mask(const Params& params, const Tile& tile
   return true;
 }
 
-// `kCount` neighbouring elements of a final output row, the first of which is dimension `dim`.
-template <int kCount, class Params>
-__device__ __forceinline__ void user_output(const Params& params, const Tile& tile, const Row& row, int dim, float* output) {
-  if constexpr (kUserOutput) {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) output[i] = params.user.output_hook(output[i], dim + i, USER_ROW);
-  }
+// One element of a final output row of the tile.
+template <class Params>
+__device__ __forceinline__ float user_output(const Params& params, const Tile& tile, const Row& row, int dim, float output) {
+  if constexpr (kUserOutput) return params.user.output_hook(output, dim, USER_ROW);
+  return output;
 }
 
 #undef USER_ROW

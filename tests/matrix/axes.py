@@ -200,26 +200,39 @@ def pairwise_cells(backend: str = "host") -> list[Cell]:
     return [Cell(**row) for row in cover(AXES, rules_of(backend), 2)]
 
 
+def matrix_rows(backend: str, every_kernel: bool = False) -> list[Row]:
+    """Values of the kernel and path axes of every cell; arguments as for `matrix_cells`."""
+    rules = rules_of(backend)
+    kernel_axes = {**KERNEL_AXES, "mask": tuple(_SAME_KERNEL)}
+    kernels = product(kernel_axes, rules) if every_kernel else cover(kernel_axes, rules, STRENGTH)
+    rows = []
+    for kernel in kernels:
+        one_kernel = {axis: (value,) for axis, value in kernel.items()}
+        rows += product({**one_kernel, "mask": _SAME_KERNEL[kernel["mask"]], **PATH_AXES}, rules)
+    return rows
+
+
 def matrix_cells(backend: str, every_kernel: bool = False) -> list[Cell]:
     """Every legal combination of path axes and mask forms, on kernels of every legal combination of four kernel axes.
 
     Args:
         backend: one of BACKENDS.
-        every_kernel: on every kernel there is, a tenfold of the cells.
+        every_kernel: on every kernel there is: several times the cells.
     """
-    rules = rules_of(backend)
-    kernel_axes = {**KERNEL_AXES, "mask": tuple(_SAME_KERNEL)}
-    kernels = product(kernel_axes, rules) if every_kernel else cover(kernel_axes, rules, STRENGTH)
     cells = []
-    for kernel in kernels:
-        for row in product(
-            {**{axis: (value,) for axis, value in kernel.items()}, "mask": _SAME_KERNEL[kernel["mask"]], **PATH_AXES}, rules
-        ):
-            rng = np.random.default_rng(zlib.crc32(repr(sorted(row.items())).encode()))
-            whole = complete(row, AXES, rules, rng)
-            if whole is not None:
-                cells.append(Cell(**whole))
+    for row in matrix_rows(backend, every_kernel):
+        rng = np.random.default_rng(zlib.crc32(repr(sorted(row.items())).encode()))
+        whole = complete(row, AXES, rules_of(backend), rng)
+        if whole is not None:
+            cells.append(Cell(**whole))
     return sorted(dict.fromkeys(cells), key=lambda cell: (str(cell.variant), str(cell)))
+
+
+def matrix_size(backend: str, every_kernel: bool = False) -> tuple[int, int]:
+    """Cells and kernels of `matrix_cells`, without choosing what takes turns."""
+    rows = matrix_rows(backend, every_kernel)
+    anything = {axis: values[0] for axis, values in TURN_AXES.items()}
+    return len(rows), len(kernels_of(Cell(**{**anything, **row}) for row in rows))
 
 
 def kernels_of(cells: Iterable[Cell]) -> list[AttentionVariant]:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.matrix.axes import AXES, KERNEL_AXES, PATH_AXES, RULES, TURN_AXES, kernels_of, matrix_cells
+from tests.matrix.axes import KERNEL_AXES, PATH_AXES, RULES, TURN_AXES, matrix_size
 from tests.matrix.illegal import ILLEGAL, sentence
 from tests.matrix.report import ROOT
 
@@ -20,14 +20,14 @@ _SHOWN_FAILURES = 20
 
 def table_part() -> str:
     """Everything above the results: what the table declares."""
-    cells, every = matrix_cells("fa2"), matrix_cells("fa2", every_kernel=True)
-    kernels = f"{len(kernels_of(cells))} kernels"
+    (cells, kernels), (all_cells, all_kernels) = matrix_size("fa2"), matrix_size("fa2", every_kernel=True)
     lines = [
         "# The matrix",
         "",
-        "Every combination of what selects code is a cell: sized exactly, planned, run eagerly and replayed in a CUDA graph, each twice, and",
-        "compared with a float64 oracle. Repeated runs must be equal bit for bit whatever outputs and scratch held before, and nothing outside",
-        "of outputs and workspaces may change. `tests/matrix/axes.py` declares the table; this page is written from it and from the report.",
+        "Every combination of what selects code is a cell: sized exactly, planned, run eagerly and replayed in a CUDA graph, each twice,",
+        "and compared with a float64 oracle. Repeated runs must be equal bit for bit whatever outputs and scratch held before, and nothing",
+        "outside of outputs and workspaces may change. `tests/matrix/axes.py` declares the table; this page is written from it and from",
+        "the report of a run.",
         "",
         "```",
         "make test-matrix                        # compile, run every cell on the GPU, write .cache/matrix/fa2/report.json",
@@ -39,10 +39,10 @@ def table_part() -> str:
         "",
         "## Axes",
         "",
-        f"There are {len(cells)} cells on {kernels}. The kernels hold every legal combination of any four kernel axes, and every kernel runs every",
-        "legal combination of path axes and of the masks it serves. The other axes take turns: each of their values meets every value of every",
-        f"other axis that it may meet. With `--every-kernel` there are {len(every)} cells on {len(kernels_of(every))} kernels. `make test` runs a subset with",
-        "every legal pair of values on the host backend.",
+        f"There are {cells} cells on {kernels} kernels. The kernels hold every legal combination of any four kernel axes, and every",
+        "kernel runs every legal combination of path axes and of the masks it serves. The other axes take turns: each of their values",
+        "meets every value of every other axis that it may meet. With `--every-kernel`, the whole product of the kernel axes, there are",
+        f"{all_cells} cells on {all_kernels} kernels. `make test` runs a subset with every legal pair of values on the host backend.",
         "",
         "| axis | selects | values |",
         "|---|---|---|",
@@ -78,8 +78,8 @@ def results_part(report: dict[str, Any]) -> str:
         f"{report['run']}{state} cells run, {report['passed']} passed, {report['failed']} failed, on {report['kernels']} kernels, in "
         f"{report['seconds']:.0f} s. Sources `{report['sources']}`.",
         "",
-        "The largest error of an output element is a share of its bound (twice the error of an honest low-precision computation, plus two output",
-        "roundings); that of a base-2 log-sum-exp is absolute.",
+        "The largest error of an output element is a share of its bound (twice the error of an honest low-precision computation, plus",
+        "two output roundings); that of a base-2 log-sum-exp is absolute.",
         "",
         "| axis | value | cells | failed | output error / bound | log-sum-exp error |",
         "|---|---|---|---|---|---|",

@@ -112,7 +112,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     parser = argparse.ArgumentParser(prog="python -m tests.matrix.run", description=__doc__)
     parser.add_argument("--backend", choices=list(BACKENDS), default="fa2")
-    parser.add_argument("--every-kernel", action="store_true", help="the whole product of the kernel axes: ten times the cells")
+    parser.add_argument("--every-kernel", action="store_true", help="the whole product of the kernel axes: several times the cells")
     parser.add_argument("--limit", type=int, help="at most this many cells, evenly spread")
     parser.add_argument("--shard", default="0/1", metavar="I/N", help="every N-th cell, beginning with the I-th")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin nothing after this long; run again to go on")
