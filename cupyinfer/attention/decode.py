@@ -142,7 +142,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchAttentionWrapper):
                 [num_pages, num_kv_heads, page_size, head_dim] (HND), or one array with K and V along a second dimension of size 2.
                 fp8 caches may come as uint8.
             q_scale: factor of q.
-            k_scale: factor of k: a float, or float32 [num_kv_heads]. It multiplies whatever the cache's type.
+            k_scale: factor of k: a positive float, or float32 [num_kv_heads], positive too. It multiplies whatever the cache's type.
             v_scale: factor of v, likewise.
             out: [batch_size, num_qo_heads, head_dim_vo] to write to.
             lse: float32 [batch_size, num_qo_heads] to write to.

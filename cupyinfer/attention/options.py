@@ -69,6 +69,14 @@ def check_float(value: Any, argument: str) -> float:
     return float(value)
 
 
+def check_positive(value: Any, argument: str) -> float:
+    """A finite number above zero; raise ArgumentTypeError or ArgumentError otherwise."""
+    checked = check_float(value, argument)
+    if checked <= 0:
+        raise ArgumentError(f"{argument}: got {value}, must be positive")
+    return checked
+
+
 @dataclass(frozen=True)
 class AttentionOptions:
     """Everything a plan fixes besides the batch. Made by `make_options`, which checks it.
@@ -198,12 +206,11 @@ def make_options(
     cap = 0.0 if logits_soft_cap is None else check_float(logits_soft_cap, "logits_soft_cap")
     if cap < 0:
         raise ArgumentError(f"logits_soft_cap: got {cap}, must not be negative; 0 or None is no cap")
-    scale = 1 / math.sqrt(head_dim_qk) if sm_scale is None else check_float(sm_scale, "sm_scale")
-    rope = {"rope_scale": 1.0 if rope_scale is None else check_float(rope_scale, "rope_scale")}
-    rope["rope_theta"] = 1e4 if rope_theta is None else check_float(rope_theta, "rope_theta")
-    for argument, value in rope.items():
-        if value <= 0:
-            raise ArgumentError(f"{argument}: got {value}, must be positive")
+    scale = 1 / math.sqrt(head_dim_qk) if sm_scale is None else check_positive(sm_scale, "sm_scale")
+    rope = {
+        "rope_scale": 1.0 if rope_scale is None else check_positive(rope_scale, "rope_scale"),
+        "rope_theta": 1e4 if rope_theta is None else check_positive(rope_theta, "rope_theta"),
+    }
     for argument, value in (("causal", causal), ("disable_split_kv", disable_split_kv)):
         if not isinstance(value, bool):
             raise ArgumentTypeError(f"{argument}: got {value!r}, expected True or False")

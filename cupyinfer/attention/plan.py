@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cupyinfer.attention.metadata import PageTable, PlanValues
-from cupyinfer.attention.options import AttentionOptions, check_float
+from cupyinfer.attention.options import AttentionOptions, check_float, check_positive
 from cupyinfer.attention.run_arrays import ArrayChecker
 from cupyinfer.attention.user_arguments import UserValues
 from cupyinfer.attention.workspaces import Workspaces
@@ -144,14 +144,14 @@ class Plan:
         return (out, lse) if return_lse else out
 
     def _scales(self, q_scale: float | None, k_scale: Any, v_scale: Any) -> RunScales:
-        sm_scale = self.options.sm_scale * (1.0 if q_scale is None else check_float(q_scale, "q_scale"))
+        sm_scale = self.options.sm_scale * (1.0 if q_scale is None else check_positive(q_scale, "q_scale"))
         return RunScales(sm_scale, self._scale(k_scale, "k_scale"), self._scale(v_scale, "v_scale"))
 
     def _scale(self, value: Any, argument: str) -> float | ArrayView:
         if value is None:
             return 1.0
         if not hasattr(value, "__dlpack__") or getattr(value, "ndim", 1) == 0:
-            return check_float(value, argument)
+            return check_positive(value, argument) if argument == "k_scale" else check_float(value, argument)
         view = per_head_scale(as_view(value, argument), argument, self.options.num_kv_heads)
         if view.device != self.device:
             raise ArgumentError(f"{argument}: lies on {view.device}, the plan is for {self.device}")

@@ -3,17 +3,19 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+import re
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from cupyinfer.attention.metadata import PlanValues, alibi_slopes
 from cupyinfer.attention.options import AttentionOptions, check_kv_layout
 from cupyinfer.attention.plan import AttentionRequest, Plan, plan_attention
 from cupyinfer.attention.workspaces import Workspaces, check_backend
 from cupyinfer.backends.device import current_device, read_profile
-from cupyinfer.errors import ArgumentError, StateError
+from cupyinfer.errors import ArgumentError, ArgumentTypeError, CupyInferError, StateError
 from cupyinfer.schedule.capacity import BatchLimits
 from cupyinfer.schedule.geometry import BatchGeometry
 from cupyinfer.schedule.plan_info import PlanInfo
@@ -25,14 +27,35 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 _SUPPLIED = ("kv_layout", "copy_pages")
 
 
+_UNKNOWN_ARGUMENT = re.compile(r"(?:unexpected keyword argument|multiple values for (?:keyword )?argument) '(\w+)'")
+_MISSING_ARGUMENT = re.compile(r"missing \d+ required positional arguments?: (.*)")
+
+
 def arguments_of(request: Callable[..., Any]) -> Callable[[_Method], _Method]:
-    """Show a method that passes its arguments on to `request` with the arguments it really takes."""
+    """Give a method that passes its arguments on to `request` that function's signature, and errors that speak of the method.
+
+    The decorated method raises ArgumentTypeError for an argument that `request` does not take, and for a missing one.
+    """
 
     def decorate(method: _Method) -> _Method:
+        @functools.wraps(method)
+        def checked(self: BatchAttentionWrapper, *args: Any, **options: Any) -> Any:
+            try:
+                return method(self, *args, **options)
+            except TypeError as error:
+                if isinstance(error, CupyInferError):
+                    raise
+                where = f"{type(self).__name__}.{method.__name__}"
+                if unknown := _UNKNOWN_ARGUMENT.search(str(error)):
+                    raise ArgumentTypeError(f"{unknown[1]}: {where} takes no such argument, or took it already") from None
+                if missing := _MISSING_ARGUMENT.search(str(error)):
+                    raise ArgumentTypeError(f"{where}: missing {missing[1]}") from None
+                raise
+
         own = inspect.signature(method)
         taken = [parameter for name, parameter in inspect.signature(request).parameters.items() if name not in _SUPPLIED]
-        method.__signature__ = own.replace(parameters=[own.parameters["self"], *taken])  # type: ignore[attr-defined]
-        return method
+        checked.__signature__ = own.replace(parameters=[own.parameters["self"], *taken])  # type: ignore[attr-defined]
+        return cast("_Method", checked)
 
     return decorate
 

@@ -33,12 +33,13 @@ _HOOKS = {
     "output_transform": ("float", ("float output", "int dim"), "kUserOutput", "output_hook"),
 }
 _RUN_ARGUMENTS = ("self", "plan", "q", "k", "v", "kv", "out", "lse", "return_lse", "q_scale", "k_scale", "v_scale")
-_KEYWORDS = frozenset(
-    """alignas alignof and and_eq asm auto bitand bitor bool break case catch char char16_t char32_t class compl const const_cast
-    constexpr continue decltype default delete do double dynamic_cast else enum explicit export extern false float for friend goto if
-    inline int long mutable namespace new noexcept not not_eq nullptr operator or or_eq private protected public register
-    reinterpret_cast return short signed sizeof static static_assert static_cast struct switch template this thread_local throw true
-    try typedef typeid typename union unsigned using virtual void volatile wchar_t while xor xor_eq""".split()
+_KEYWORD = re.compile(
+    r"alignas|alignof|and|and_eq|asm|auto|bitand|bitor|bool|break|case|catch|char|char16_t|char32_t|class|compl|const|"
+    r"const_cast|constexpr|continue|decltype|default|delete|do|double|dynamic_cast|else|enum|explicit|export|extern|false|"
+    r"float|for|friend|goto|if|inline|int|long|mutable|namespace|new|noexcept|not|not_eq|nullptr|operator|or|or_eq|private|"
+    r"protected|public|register|reinterpret_cast|return|short|signed|sizeof|static|static_assert|static_cast|struct|switch|"
+    r"template|this|thread_local|throw|true|try|typedef|typeid|typename|union|unsigned|using|virtual|void|volatile|wchar_t|"
+    r"while|xor|xor_eq"
 )
 _TAKEN = (
     frozenset(_ROW)
@@ -117,9 +118,12 @@ class UserVariant:
         hooks = [_hook_source(self.name, field, getattr(self, field)) for field in _HOOKS if getattr(self, field) is not None]
         flags = ", ".join(f"{flag} = {str(getattr(self, field) is not None).lower()}" for field, (_, _, flag, _) in _HOOKS.items())
         lines = ["#define CUPYINFER_USER_VARIANT", f"constexpr bool {flags};"]
+        # In a namespace, whatever the source declares cannot clash with what the kernels declare.
+        lines.append("namespace user_source {")
         if self.declarations is not None:
             lines += [f'#line 1 "declarations of {self.name}"', self.declarations]
-        lines += [f'#line 1 "parameters of {self.name}"', "struct UserParams {", *members, *hooks, "};"]
+        lines += [f'#line 1 "parameters of {self.name}"', "struct UserParams {", *members, *hooks, "};", "}"]
+        lines.append("using user_source::UserParams;")
         return "\n".join(lines) + "\n"
 
 
@@ -151,7 +155,7 @@ def _checked_parameters(given: object, field: str, types: dict[str, str]) -> Par
 def _check_identifier(name: object, argument: str) -> None:
     if not isinstance(name, str):
         raise ArgumentTypeError(f"{argument}: got {name!r}, expected a string")
-    if not _IDENTIFIER.fullmatch(name) or "__" in name or name in _KEYWORDS:
+    if not _IDENTIFIER.fullmatch(name) or "__" in name or _KEYWORD.fullmatch(name):
         raise ArgumentError(
             f"{argument}: got {name!r}, expected an identifier of C++: letters, digits and single underscores, beginning with a letter"
         )

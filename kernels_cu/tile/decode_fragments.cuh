@@ -76,19 +76,31 @@ __device__ __forceinline__ void rotate_keys(const float2* turns, int key, int st
   }
 }
 
-// bf16 query fragments to half, each row divided by the power of two of its largest element; q_scale undoes it on the logits.
-__device__ __forceinline__ void query_to_half(unsigned (&q)[kQkSteps][4], float (&q_scale)[2]) {
+// The values of fragments (step, half) and (step + kQkSteps / 2, half) of one row, rotated if need be: x[0..1] and x[2..3].
+__device__ __forceinline__ void query_values(const Row& row, const float2* turns, int lane, int step, int half, unsigned low, unsigned high,
+                                             float (&x)[4]) {
+  unpack_pair<kQElement>(low, x[0], x[1]);
+  unpack_pair<kQElement>(high, x[2], x[3]);
+  if constexpr (kPosEncoding == PosEncoding::kRopeLlama) {
+    int dim = fragment_dim(step, half, lane % 4);
+    float position = static_cast<float>(row.position);
+    rotate(rope_cos_sin(turns[dim], position), x[0], x[2]);
+    rotate(rope_cos_sin(turns[dim + 1], position), x[1], x[3]);
+  }
+}
+
+// bf16 query fragments to half, rotated on the way, each row divided by the power of two of its largest element; q_scale undoes it
+// on the logits.
+__device__ __forceinline__ void query_to_half(const Row (&row)[2], const float2* turns, int lane, unsigned (&q)[kQkSteps][4], float (&q_scale)[2]) {
+  constexpr int kPairSteps = kQkSteps / 2;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     float largest = 0.f;
 #pragma unroll
-    for (int step = 0; step < kQkSteps; ++step) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        float low, high;
-        unpack_pair<Element::kBfloat16>(q[step][r + 2 * half], low, high);
-        largest = fmaxf(largest, fmaxf(fabsf(low), fabsf(high)));
-      }
+    for (int i = 0; i < 2 * kPairSteps; ++i) {
+      float x[4];
+      query_values(row[r], turns, lane, i / 2, i % 2, q[i / 2][r + i % 2 * 2], q[i / 2 + kPairSteps][r + i % 2 * 2], x);
+      largest = fmaxf(largest, fmaxf(fmaxf(fabsf(x[0]), fabsf(x[1])), fmaxf(fabsf(x[2]), fabsf(x[3]))));
     }
     largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
     largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
@@ -97,13 +109,12 @@ __device__ __forceinline__ void query_to_half(unsigned (&q)[kQkSteps][4], float 
     q_scale[r] = __uint_as_float(exponent);
     float reciprocal = __uint_as_float(0x7f000000u - exponent);
 #pragma unroll
-    for (int step = 0; step < kQkSteps; ++step) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        float low, high;
-        unpack_pair<Element::kBfloat16>(q[step][r + 2 * half], low, high);
-        q[step][r + 2 * half] = pack_pair<Element::kFloat16>(low * reciprocal, high * reciprocal);
-      }
+    for (int i = 0; i < 2 * kPairSteps; ++i) {
+      unsigned &low = q[i / 2][r + i % 2 * 2], &high = q[i / 2 + kPairSteps][r + i % 2 * 2];
+      float x[4];
+      query_values(row[r], turns, lane, i / 2, i % 2, low, high, x);
+      low = pack_pair<Element::kFloat16>(x[0] * reciprocal, x[1] * reciprocal);
+      high = pack_pair<Element::kFloat16>(x[2] * reciprocal, x[3] * reciprocal);
     }
   }
 }

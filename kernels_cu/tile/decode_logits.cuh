@@ -8,7 +8,7 @@
 // Past head_dim 128 the accumulators and pointers leave no registers for the query, which then waits in shared memory.
 constexpr bool kQueryInSmem = kHeadDimQk > 128;
 // Nor for the fragments of many k-steps at a time.
-constexpr int kStepsAtOnce = kQueryInSmem ? 2 : kQkSteps;
+constexpr int kStepsAtOnce = !kQueryInSmem ? kQkSteps : kPosEncoding == PosEncoding::kRopeLlama ? 1 : 2;
 
 // What a warp knows of a tile's rows while it walks the keys of a segment.
 struct RowGroup {
@@ -29,8 +29,11 @@ struct RowGroup {
     float q_scale[2];
     unsigned loaded[kQkSteps][4];
     load_query(params, tile, row, lane, loaded, q_scale);
-    if constexpr (kPosEncoding == PosEncoding::kRopeLlama) rotate_query(row, turns, lane, loaded);
-    if constexpr (kFp8 && kQElement == Element::kBfloat16) query_to_half(loaded, q_scale);
+    if constexpr (kFp8 && kQElement == Element::kBfloat16) {
+      query_to_half(row, turns, lane, loaded, q_scale);
+    } else if constexpr (kPosEncoding == PosEncoding::kRopeLlama) {
+      rotate_query(row, turns, lane, loaded);
+    }
     keep_query(loaded);
     float common = params.sm_scale * (params.k_scale != nullptr ? __ldg(params.k_scale + segment.kv_head) : 1.f);
     if constexpr (!kSoftCap && !kUserLogit) common *= kLog2E;

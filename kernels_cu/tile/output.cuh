@@ -109,8 +109,12 @@ __device__ __forceinline__ void merge_columns(const AttentionParams& params, con
     }
     Row row = make_row(params, tile, segment.kv_head, row_in_tile);
     RowFinish finish = finish_row(params, row, segment.kv_head, row_max, row_sum);
-    float low = user_output(params, tile, row, column, sum.x * finish.scale), high = user_output(params, tile, row, column + 1, sum.y * finish.scale);
-    *reinterpret_cast<unsigned*>(output_row(params, tile, row) + column) = pack_pair<kQElement>(low, high);
+    if constexpr (kUserOutput) {
+      sum.x = user_output(params, tile, row, column, sum.x * finish.scale);
+      sum.y = user_output(params, tile, row, column + 1, sum.y * finish.scale);
+      finish.scale = 1.f;
+    }
+    *reinterpret_cast<unsigned*>(output_row(params, tile, row) + column) = pack_pair<kQElement>(sum.x * finish.scale, sum.y * finish.scale);
     if (column == 0) store_lse(params, tile, row, finish.lse);
   }
 }

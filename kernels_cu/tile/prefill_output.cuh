@@ -21,6 +21,12 @@ struct DimBlock {
   }
 };
 
+// The user's transform on a block of a final row that begins with dimension `dim`.
+__device__ __forceinline__ void transform_dims(const AttentionParams& params, const Tile& tile, const Row& row, int dim, int c, DimBlock& dims) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) dims.x[i] = user_output(params, tile, row, dim + (kFp8Kv ? c * 4 + i : i / 2 * 8 + c * 2 + i % 2), dims.x[i]);
+}
+
 // Final rows: through the warp's own query rows in shared memory, so that they leave in 16-byte stores.
 __device__ __forceinline__ void write_direct(const AttentionParams& params, const Work& work, Output& o, RowState& state, unsigned char* q_tile) {
   int lane = recompute_from(lane_idx()), c = lane % 4;
@@ -37,12 +43,10 @@ __device__ __forceinline__ void write_direct(const AttentionParams& params, cons
 #pragma unroll
     for (int block = 0; block < kHeadDimVo / 16; ++block) {
       DimBlock dims(o, r, block, finish.scale);
-      if (kUserOutput && valid) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          int dim = block * 16 + (kFp8Kv ? c * 4 + i : i / 2 * 8 + c * 2 + i % 2);
-          dims.x[i] = user_output(params, work.tile, row, dim, dims.x[i]);
-        }
+      if constexpr (kUserOutput) {
+        if (valid) transform_dims(params, work.tile, row, block * 16, c, dims);
+        // What hooks load for all blocks at once would take more registers than there are.
+        __syncwarp();
       }
       unsigned low = pack_pair<kQElement>(dims.x[0], dims.x[1]), high = pack_pair<kQElement>(dims.x[2], dims.x[3]);
       if constexpr (kFp8Kv) {

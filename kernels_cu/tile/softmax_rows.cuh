@@ -45,19 +45,35 @@ __device__ __forceinline__ void transform_logits(const AttentionParams& params, 
       bias = slope * static_cast<float>(key_begin + lane_idx() % 4 * 2 - row.position);
     }
     Row user_row;
-    if constexpr (kUserLogit) user_row = make_row(params, work.tile, work.segment.kv_head, recompute_from(thread_row(r)));
+    int user_key = 0;
+    if constexpr (kUserLogit) {
+      user_row = make_row(params, work.tile, work.segment.kv_head, recompute_from(thread_row(r)));
+      // What a hook loads for a key is loaded again for the next row: there are no registers to keep it in.
+      user_key = recompute_from(key_begin + lane_idx() % 4 * 2);
+    }
 #pragma unroll
     for (int n = 0; n < kKeyTiles; ++n) {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         float& x = s[r / 2][n][r % 2 * 2 + e];
         x *= scale;
-        if constexpr (kUserLogit) x = user_logit_of(params, work, user_row, key_begin + lane_idx() % 4 * 2 + n * 8 + e, x);
+        if constexpr (kUserLogit) x = user_logit_of(params, work, user_row, user_key + n * 8 + e, x);
         if constexpr (kSoftCap) x = params.logits_soft_cap * kLog2E * tanh_ex2(x);
         if constexpr (kAlibi) x += fmaf(slope, static_cast<float>(n * 8 + e), bias);
       }
     }
   }
+}
+
+// Which of a thread row's keys the user's mask shows, one bit each. A few at a time: what a hook loads takes registers.
+__device__ __forceinline__ unsigned user_mask_bits(const AttentionParams& params, const Work& work, const Row& row, int first_key) {
+  static_assert(2 * kKeyTiles <= 32, "one bit per key");
+  unsigned bits = 0;
+#pragma unroll 4
+  for (int i = 0; i < 2 * kKeyTiles; ++i) {
+    if (user_mask(params, work.tile, row, first_key + i / 2 * 8 + i % 2)) bits |= 1u << i;
+  }
+  return bits;
 }
 
 // Set the logits of keys outside each row's interval, or removed by the custom mask, to -inf.
@@ -67,6 +83,8 @@ __device__ __forceinline__ void mask_logits(const AttentionParams& params, const
     Row row = make_row(params, work.tile, work.segment.kv_head, recompute_from(thread_row(r)));
     int first_key = key_begin + lane_idx() % 4 * 2;
     int lo = row.lo - first_key, hi = min(row.hi, work.segment.kv_end - 1) - first_key;
+    unsigned user_bits = 0;
+    if constexpr (kUserMask) user_bits = user_mask_bits(params, work, row, first_key);
     // The bit of `first_key` as custom_mask_bit counts them. Eight keys on is one byte on; only bytes of visible keys are read.
     long long bit = kCustomMask ? static_cast<long long>(row.token) * work.tile.kv_len + first_key : 0;
     const unsigned char* bytes = params.mask + work.tile.mask_begin + (bit >> 3);
@@ -77,7 +95,7 @@ __device__ __forceinline__ void mask_logits(const AttentionParams& params, const
       for (int e = 0; e < 2; ++e) {
         bool visible = n * 8 + e >= lo && n * 8 + e <= hi;
         if constexpr (kCustomMask) visible = visible && (__ldg(bytes + n + (shift + e) / 8) >> (shift + e) % 8 & 1);
-        if constexpr (kUserMask) visible &= user_mask(params, work.tile, row, first_key + n * 8 + e);
+        if constexpr (kUserMask) visible = visible && (user_bits >> (n * 2 + e) & 1);
         if (!visible) s[r / 2][n][r % 2 * 2 + e] = neg_inf();
       }
     }

@@ -6,7 +6,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 import numpy as np
 
@@ -200,16 +200,17 @@ def pairwise_cells(backend: str = "host") -> list[Cell]:
     return [Cell(**row) for row in cover(AXES, rules_of(backend), 2)]
 
 
-def matrix_rows(backend: str, every_kernel: bool = False) -> list[Row]:
+@cache
+def matrix_rows(backend: str, every_kernel: bool = False) -> tuple[Row, ...]:
     """Values of the kernel and path axes of every cell; arguments as for `matrix_cells`."""
     rules = rules_of(backend)
     kernel_axes = {**KERNEL_AXES, "mask": tuple(_SAME_KERNEL)}
     kernels = product(kernel_axes, rules) if every_kernel else cover(kernel_axes, rules, STRENGTH)
-    rows = []
+    rows: list[Row] = []
     for kernel in kernels:
         one_kernel = {axis: (value,) for axis, value in kernel.items()}
         rows += product({**one_kernel, "mask": _SAME_KERNEL[kernel["mask"]], **PATH_AXES}, rules)
-    return rows
+    return tuple(rows)
 
 
 def matrix_cells(backend: str, every_kernel: bool = False) -> list[Cell]:

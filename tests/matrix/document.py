@@ -71,7 +71,8 @@ def type_and_sentence(entry: Any) -> str:
 
 def results_part(report: dict[str, Any]) -> str:
     """A report as text and a table."""
-    state = "" if report["complete"] else f" of {report['cells']}"
+    total = matrix_size(report["backend"])[0]
+    state = f" of {total}" if report["run"] < total else ""
     lines = [
         f"### {report['backend']}" + (f", {report['gpu']}" if report["gpu"] != "none" else ""),
         "",

@@ -54,12 +54,14 @@ _MASK_BITS = 5 * 40 + 3 * 25
 _MASK, _PACKED = np.ones(_MASK_BITS, np.bool_), np.ones(25 + 10, np.uint8)
 
 ILLEGAL = (
-    Illegal("decode, causal", TypeError, "unexpected keyword argument 'causal'", ("decode",), {"causal": True}),
-    Illegal("decode, custom mask", TypeError, "unexpected keyword argument 'custom_mask'", ("decode",), {"custom_mask": _MASK}),
+    Illegal("decode, causal", ArgumentTypeError, "causal: BatchDecode.* takes no such argument", ("decode",), {"causal": True}),
+    Illegal(
+        "decode, custom mask", ArgumentTypeError, "custom_mask: BatchDecode.* takes no such argument", ("decode",), {"custom_mask": _MASK}
+    ),
     Illegal(
         "decode, packed custom mask",
-        TypeError,
-        "unexpected keyword argument 'packed_custom_mask'",
+        ArgumentTypeError,
+        "packed_custom_mask: BatchDecode.* takes no such argument",
         ("decode",),
         {"packed_custom_mask": _PACKED},
     ),
@@ -97,7 +99,13 @@ ILLEGAL = (
     Illegal("group 65", ArgumentError, "at most 64 query heads share one", arguments={"num_qo_heads": 130}),
     Illegal("query heads not a multiple of KV heads", ArgumentError, "not a multiple of num_kv_heads", arguments={"num_qo_heads": 7}),
     Illegal("page size 0", ArgumentError, "page_size: got 0", ("decode", "paged"), {"page_size": 0}),
-    Illegal("ragged, page size", TypeError, "multiple values for keyword argument 'page_size'", ("ragged",), {"page_size": 16}),
+    Illegal(
+        "ragged, page size",
+        ArgumentTypeError,
+        "page_size: BatchPrefillWithRagged.* takes no such argument, or took it already",
+        ("ragged",),
+        {"page_size": 16},
+    ),
     Illegal("window below -1", ArgumentError, "window_left: got -2", arguments={"window_left": -2}),
     Illegal("negative cap", ArgumentError, "logits_soft_cap: got -30", arguments={"logits_soft_cap": -30.0}),
     Illegal("unknown position encoding", ArgumentError, "pos_encoding_mode: got 'YARN'", arguments={"pos_encoding_mode": "YARN"}),

@@ -41,13 +41,16 @@ def outcome(cell: Cell, backend: str, arena: Any) -> _Message:
     return {"output": worst.output, "lse": worst.lse}
 
 
-def _serve(connection: Connection, backend: str) -> None:
+_Run = Callable[[Cell, str, Any], _Message]
+
+
+def _serve(connection: Connection, backend: str, run: _Run) -> None:
     from tests.matrix.arena import Arena
 
     arena = Arena(backend != "host")
     while (cells := connection.recv()) is not None:
         for cell in cells:
-            message = outcome(cell, backend, arena)
+            message = run(cell, backend, arena)
             connection.send(message)
             if "failed" in message and arena.on_gpu:
                 # After a fault the context is lost: this synchronisation raises, and a new process takes over.
@@ -55,7 +58,7 @@ def _serve(connection: Connection, backend: str) -> None:
 
 
 def run_cells(
-    cells: Sequence[Cell], backend: str, workers: int, timeout: float, time_left: Callable[[], float]
+    cells: Sequence[Cell], backend: str, workers: int, timeout: float, time_left: Callable[[], float], run: _Run = outcome
 ) -> Iterator[tuple[Cell, _Message]]:
     """Run cells in order on several processes, and yield each with its outcome when it is done.
 
@@ -65,13 +68,14 @@ def run_cells(
         workers: processes.
         timeout: seconds a cell may take.
         time_left: no new cells are begun once this says 0 seconds or less.
+        run: runs one cell, in a process of the pool.
     """
     waiting = list(reversed(cells))
     pool: list[_Worker] = []
 
     def start() -> None:
         ours, theirs = get_context("spawn").Pipe()
-        process = get_context("spawn").Process(target=_serve, args=(theirs, backend), daemon=True)
+        process = get_context("spawn").Process(target=_serve, args=(theirs, backend, run), daemon=True)
         process.start()
         theirs.close()
         pool.append(_Worker(process, ours))

@@ -26,7 +26,7 @@ _COMMON = ("--error-exitcode", str(_FOUND), "--print-limit", "20")
 #: Arguments of each tool. Padding between allocations turns a read just past an array into an error.
 TOOLS = {
     "memcheck": ("--tool", "memcheck", "--padding", "256"),
-    "racecheck": ("--tool", "racecheck", "--racecheck-report", "all"),
+    "racecheck": ("--tool", "racecheck", "--racecheck-report", "analysis"),
     "initcheck": ("--tool", "initcheck"),
 }
 _PLACES = ("/usr/local/cuda/bin", "/usr/local/cuda/compute-sanitizer")
@@ -53,15 +53,14 @@ def sanitizer_cells(number: int = 12) -> list[Cell]:
     wanted = ("op", "types", "head_dim", "tile", "mask", "pos", "cap", "window", "sinks", "split", "page", "lengths")
     seen: set[tuple[str, ...]] = set()
 
-    def pairs(cell: Cell) -> set[tuple[str, ...]]:
-        values = [(axis, getattr(cell, axis)) for axis in wanted]
-        both = [(*values[0], *values[3], *values[9]), (*values[0], *values[4])]
-        return {*values, *both}
+    def shows(cell: Cell) -> set[tuple[str, ...]]:
+        values = {(axis, cell.row[axis]) for axis in wanted}
+        return values | {(cell.op, axis, cell.row[axis]) for axis in ("tile", "mask", "split")}
 
     while cheap and len(chosen) < number:
-        best = max(cheap, key=lambda cell: (len(pairs(cell) - seen), str(cell)))
+        best = max(cheap, key=lambda cell: (len(shows(cell) - seen), str(cell)))
         chosen.append(best)
-        seen |= pairs(best)
+        seen |= shows(best)
         cheap.remove(best)
     return chosen
 
