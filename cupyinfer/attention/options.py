@@ -91,7 +91,7 @@ class AttentionOptions:
 
     @property
     def shape(self) -> PlanShape:
-        """What of this the schedule depends on."""
+        """What of this the schedule depends on, for fa2."""
         return PlanShape(
             self.decode,
             self.num_qo_heads,
@@ -105,8 +105,8 @@ class AttentionOptions:
             self.disable_split_kv,
         )
 
-    def variant(self, cta_tile_q: int, custom_mask: bool) -> AttentionVariant:
-        """The fa2 kernel that serves this."""
+    def variant(self, cta_tile_q: int, custom_mask: bool, backend: str = "fa2") -> AttentionVariant:
+        """The kernel that serves this."""
         return AttentionVariant(
             self.q_dtype,
             self.kv_dtype,
@@ -117,6 +117,7 @@ class AttentionOptions:
             custom_mask,
             self.logits_soft_cap > 0,
             self.pos_encoding_mode,
+            backend,
         )
 
 

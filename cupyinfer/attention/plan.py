@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from cupyinfer.attention.backend_choice import choose_backend
 from cupyinfer.attention.metadata import PageTable, PlanValues
 from cupyinfer.attention.options import AttentionOptions, check_float
 from cupyinfer.attention.run_arrays import ArrayChecker
@@ -16,6 +17,7 @@ from cupyinfer.attention.workspaces import Workspaces
 from cupyinfer.backends.arrays import RunScales, per_head_scale
 from cupyinfer.backends.device import read_profile
 from cupyinfer.backends.fa2 import Fa2Launcher
+from cupyinfer.backends.fa3 import Fa3Launcher
 from cupyinfer.backends.host_launcher import HostLauncher
 from cupyinfer.errors import ArgumentError, BackendUnavailable
 from cupyinfer.interop import CPU_DEVICE, ArrayView, Device, as_view, hand_back, release_after_work, use_device
@@ -40,6 +42,7 @@ class AttentionRequest:
         kv_layout: "NHD" or "HND".
         graph_limits: plan for CUDA graphs within these limits, or None.
         graph_pages: page-table entries the int workspace holds under CUDA graphs, or None.
+        backend: what the caller asked for.
     """
 
     options: AttentionOptions
@@ -49,21 +52,24 @@ class AttentionRequest:
     kv_layout: str = "NHD"
     graph_limits: BatchLimits | None = None
     graph_pages: int | None = None
+    backend: str = "auto"
 
     def draft(self, profile: DeviceProfile) -> PlanDraft:
         """Schedule the batch for a GPU; touches no device.
 
         Raises:
             ArgumentError: the batch exceeds the limits of its CUDA graph.
+            UnsupportedError: the backend asked for cannot do this.
         """
         num_pages = self.pages.num_entries if self.pages.in_workspace else None
         if self.graph_limits is not None and num_pages is not None and self.graph_pages is not None:
             if num_pages > self.graph_pages:
                 raise ArgumentError(f"batch: refers to {num_pages} pages, this object's CUDA graph holds at most {self.graph_pages}")
             num_pages = self.graph_pages
+        backend = choose_backend(self.backend, self.options, profile.arch, self.values.mask_begin is not None)
         return draft_plan(
             self.geometry,
-            self.options.shape,
+            replace(self.options.shape, backend=backend),
             profile,
             num_page_indices=num_pages,
             value_bytes=self.values.num_bytes,
@@ -230,8 +236,9 @@ def _plan_on_host(request: AttentionRequest, draft: PlanDraft, info: PlanInfo, w
 
 def _plan_on_gpu(request: AttentionRequest, draft: PlanDraft, info: PlanInfo, workspaces: Workspaces, profile: DeviceProfile) -> Plan:
     options, device = request.options, workspaces.device
-    variant = options.variant(info.cta_tile_q, request.values.mask_begin is not None)
-    launcher = Fa2Launcher(variant, profile, device.index)
+    backend = draft.shape.backend
+    variant = options.variant(info.cta_tile_q, request.values.mask_begin is not None, backend)
+    launcher = (Fa3Launcher if backend == "fa3" else Fa2Launcher)(variant, profile, device.index)
     floats, ints = workspaces.float_address, workspaces.int_address
     fields: dict[str, Any] = {
         "tiles": ints + info.tiles_offset,

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-
 from cupyinfer.errors import ArgumentError, ArgumentTypeError
 from cupyinfer.interop import ArrayView
 

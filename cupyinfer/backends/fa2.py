@@ -32,13 +32,17 @@ class Fa2Launcher:
         device_id: CUDA device ordinal.
     """
 
+    #: Layout of the kernel's parameter record; it is ATTENTION_PARAMS, or begins with one as its field `base`.
+    PARAMS = ATTENTION_PARAMS
+
     def __init__(self, variant: AttentionVariant, profile: DeviceProfile, device_id: int) -> None:
         self.device_id = device_id
         self.config = variant.tile_config(profile.smem_per_sm, profile.smem_per_cta)
         self.kernel = load_kernel(variant, profile, device_id)
-        self._record = np.zeros(1, ATTENTION_PARAMS)
-        self._bytes = memoryview(self._record.view(np.uint8))  # type: ignore[arg-type]
-        self._params = params_pointer(self._record)
+        whole = np.zeros(1, self.PARAMS)
+        self._bytes = memoryview(whole.view(np.uint8))  # type: ignore[arg-type]
+        self._params = params_pointer(whole)
+        self._record = whole if self.PARAMS is ATTENTION_PARAMS else whole["base"]
         self._lock = threading.Lock()
         self._grid = (0, 1, 1)
         self._block = (32 * self.config.num_warps, 1, 1)
@@ -92,7 +96,11 @@ class Fa2Launcher:
             _ARRAYS.pack_into(self._bytes, 0, q.ptr, k.ptr, v.ptr, o.ptr, 0 if lse is None else lse.ptr)
             _STRIDES.pack_into(self._bytes, _STRIDES_OFFSET, *q.strides[:2], *k_strides, *v_strides, *o.strides[:2])
             self._set_scales(scales)
+            self._set_maps(arrays)
             self.kernel.launch(self._grid, self._block, self.config.smem_bytes, self._params)
+
+    def _set_maps(self, arrays: RunArrays) -> None:
+        """Write what a kernel needs of the arrays besides addresses and strides; fa2 needs nothing."""
 
     def _set_scales(self, scales: RunScales) -> None:
         record = self._record

@@ -15,7 +15,7 @@ from cupyinfer.schedule.layout import RegionCounts, lay_out, measure
 from cupyinfer.schedule.plan_info import DecodePlanInfo, PlanInfo, PrefillPlanInfo
 from cupyinfer.schedule.profile import DeviceProfile
 from cupyinfer.schedule.schedule import Schedule, SplitPolicy, make_schedule, make_split_policy
-from cupyinfer.schedule.tiles import TileConfig, check_head_dims, max_tile_q, tile_config
+from cupyinfer.schedule.tiles import TileConfig, check_head_dims, fa3_tile_config, max_tile_q, tile_config
 from cupyinfer.schedule.tiling import KeySpan, choose_tile_q, make_tiles, tile_q_for_rows
 from cupyinfer.workspace import AlignedAllocator, WorkspaceSize
 
@@ -35,6 +35,7 @@ class PlanShape:
         span: which keys a query may see.
         fixed_split_size: pages (ragged: keys) per part, or None.
         disable_split_kv: keep every unit in one CTA.
+        backend: the kernels planned for, "fa2" or "fa3".
     """
 
     decode: bool
@@ -47,6 +48,7 @@ class PlanShape:
     span: KeySpan = KeySpan()  # noqa: RUF009 - a frozen value
     fixed_split_size: int | None = None
     disable_split_kv: bool = False
+    backend: str = "fa2"
 
     def __post_init__(self) -> None:
         check_heads(self.num_qo_heads, self.num_kv_heads)
@@ -65,6 +67,8 @@ class PlanShape:
 
     def config(self, cta_tile_q: int, profile: DeviceProfile) -> TileConfig:
         """Tile shape of the kernel with that many rows per tile on a GPU."""
+        if self.backend == "fa3":
+            return fa3_tile_config(self.head_dim_qk, self.head_dim_vo)
         return tile_config(cta_tile_q, self.head_dim_qk, self.head_dim_vo, self.kv_itemsize, profile.smem_per_sm, profile.smem_per_cta)
 
     def policy(self, kv_tile: int) -> SplitPolicy:
@@ -90,6 +94,8 @@ class PlanShape:
 
     def tile_q_of_limits(self, limits: BatchLimits) -> int:
         """Rows per tile that a CUDA-graph plan uses for every batch within `limits`."""
+        if self.backend == "fa3":
+            return fa3_tile_config(self.head_dim_qk, self.head_dim_vo).cta_tile_q
         if self.decode:
             return 16 if self.group_size <= 16 else 64
         if self.invariant:
@@ -99,6 +105,8 @@ class PlanShape:
 
     def possible_tile_qs(self) -> tuple[int, ...]:
         """Rows per tile that some batch may get outside of CUDA graphs."""
+        if self.backend == "fa3":
+            return (fa3_tile_config(self.head_dim_qk, self.head_dim_vo).cta_tile_q,)
         if self.decode:
             return (16,) if self.group_size <= 16 else (64,)
         if self.invariant:
@@ -195,11 +203,13 @@ def draft_plan(
     Raises:
         ArgumentError: the batch exceeds `graph_limits`.
     """
-    if graph_limits is None:
-        tile_q = choose_tile_q(geometry, shape.group_size, shape.head_dim_vo, shape.invariant)
-    else:
+    if graph_limits is not None:
         _check_limits(geometry, graph_limits)
         tile_q = shape.tile_q_of_limits(graph_limits)
+    elif shape.backend == "fa3":
+        tile_q = fa3_tile_config(shape.head_dim_qk, shape.head_dim_vo).cta_tile_q
+    else:
+        tile_q = choose_tile_q(geometry, shape.group_size, shape.head_dim_vo, shape.invariant)
     config = shape.config(tile_q, profile)
     tiles = make_tiles(geometry, shape.group_size, tile_q, config.kv_tile, shape.span, mask_begin)
     schedule = make_schedule(tiles, config, profile.num_sms, shape.num_kv_heads, shape.policy(config.kv_tile), graph_limits is not None)

@@ -65,10 +65,18 @@ __device__ __forceinline__ long long part_row(const MergeGroup& group, const Til
 // Parts whose loads are in flight together while merging.
 constexpr int kMergeBatch = 16;
 
-// All threads of the CTA: write a unit's output from its parts, in part order.
+// The threads that finish parts together, and how they meet: all of the CTA, unless a kernel has others.
+struct CtaThreads {
+  static __device__ __forceinline__ int index() { return threadIdx.x; }
+  static __device__ __forceinline__ int count() { return blockDim.x; }
+  static __device__ __forceinline__ void sync() { __syncthreads(); }
+};
+
+// All of `Threads`: write a unit's output from its parts, in part order.
+template <typename Threads = CtaThreads>
 __device__ __forceinline__ void merge_parts(const AttentionParams& params, const Tile& tile, const Segment& segment, const MergeGroup& group) {
   constexpr int kColumnPairs = kHeadDimVo / 2;
-  for (int idx = threadIdx.x; idx < tile.num_rows * kColumnPairs; idx += blockDim.x) {
+  for (int idx = Threads::index(); idx < tile.num_rows * kColumnPairs; idx += Threads::count()) {
     int row_in_tile = idx / kColumnPairs, column = idx % kColumnPairs * 2;
     const float* lse = params.partial_lse + group.first_row + row_in_tile;
     const float* o = params.partial_o + (static_cast<long long>(group.first_row) + row_in_tile) * kHeadDimVo + column;
@@ -105,18 +113,19 @@ __device__ __forceinline__ void merge_parts(const AttentionParams& params, const
   }
 }
 
-// All threads, after they stored their share of a part: announce it, and merge if it was the last of its group.
+// All of `Threads`, after they stored their share of a part: announce it, and merge if it was the last of its group.
 // `is_last` is one int of shared memory; the caller synchronises before reusing it.
+template <typename Threads = CtaThreads>
 __device__ __forceinline__ void finish_part_of_group(const AttentionParams& params, const Tile& tile, const Segment& segment, const MergeGroup& group,
                                                      int* is_last) {
-  __syncthreads();
-  if (threadIdx.x == 0) {
+  Threads::sync();
+  if (Threads::index() == 0) {
     int* arrived = params.merge_groups + 4ll * segment.group + 2;
     bool last = atomic_increment_acq_rel(arrived) == group.num_parts - 1;
     // Leave the counter as the plan set it, so that the next run finds it zero.
     if (last) *arrived = 0;
     *is_last = last;
   }
-  __syncthreads();
-  if (*is_last) merge_parts(params, tile, segment, group);
+  Threads::sync();
+  if (*is_last) merge_parts<Threads>(params, tile, segment, group);
 }

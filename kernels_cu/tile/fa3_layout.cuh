@@ -1,0 +1,114 @@
+// SPDX-License-Identifier: Apache-2.0
+// Who does what in an fa3 CTA, and where everything lies in shared memory.
+#pragma once
+
+#include "fa3_params.cuh"
+#include "ptx/ldmatrix.cuh"
+#include "ptx/mbarrier.cuh"
+#include "tile/output.cuh"
+#include "tile/prefill_swizzle.cuh"
+
+constexpr bool kAlibi = kPosEncoding == PosEncoding::kAlibi;
+constexpr unsigned kFullWarp = 0xffffffffu;
+
+// Warpgroup 0 feeds the CTA, each of the others owns 64 query rows.
+constexpr int kWarpgroupThreads = 128, kWarpgroupRows = 64, kWarpRows = 16;
+constexpr int kConsumers = kCtaTileQ / kWarpgroupRows;
+constexpr int kConsumerThreads = kConsumers * kWarpgroupThreads, kConsumerWarps = kConsumerThreads / 32;
+constexpr int kCtaThreads = kNumWarps * 32;
+// Registers of a thread after warpgroups have shared them out anew; together they are what the CTA starts with.
+constexpr int kProducerRegisters = kConsumers == 2 ? (kHeadDimQk > 192 ? 56 : 40) : 32;
+constexpr int kConsumerRegisters = kConsumers == 2 ? (kHeadDimQk > 192 ? 224 : 232) : 160;
+
+// Operand tiles lie as blocks of 64 columns, 128 bytes to a row, in the 128-byte swizzle that copies and products share.
+constexpr int kBlockColumns = 64, kBlockRowBytes = 128;
+constexpr int kQkBlocks = kHeadDimQk / kBlockColumns, kVoBlocks = kHeadDimVo / kBlockColumns;
+constexpr int kQBlockBytes = kWarpgroupRows * kBlockRowBytes, kKvBlockBytes = kKvTile * kBlockRowBytes;
+constexpr int kQBytes = kQkBlocks * kQBlockBytes;  // of one warpgroup
+constexpr int kKBytes = kQkBlocks * kKvBlockBytes, kVBytes = kVoBlocks * kKvBlockBytes;
+constexpr int kORowBytes = kHeadDimVo * 2, kOBytes = kWarpgroupRows * kORowBytes;
+// The next segment's queries arrive during the epilogue where output has a place of its own; else it takes theirs.
+constexpr bool kPrefetchQ = kHeadDimQk <= 128;
+
+// A segment as the producer hands it on; `valid` is false past the last one.
+struct QueuedWork {
+  Tile tile;
+  Segment segment;
+  MergeGroup group;
+  bool valid;
+};
+
+constexpr int kWorkSlots = 4;
+enum Barrier { kKFull = 0, kKEmpty = kKFull + kNumStages, kVFull = kKEmpty + kNumStages, kVEmpty = kVFull + kNumStages,
+               kWorkFull = kVEmpty + kNumStages, kWorkEmpty = kWorkFull + kWorkSlots, kNumBarriers = kWorkEmpty + kWorkSlots };
+
+struct Control {
+  unsigned long long barriers[kNumBarriers];
+  QueuedWork works[kWorkSlots];
+  float order[kConsumerThreads];  // written so that exponentials come before a wait, never read
+  int is_last;
+};
+
+// Byte offsets from the first multiple of 1024 in dynamic shared memory.
+constexpr int kKOffset = 0, kVOffset = kKOffset + kNumStages * kKBytes, kQOffset = kVOffset + kNumStages * kVBytes;
+constexpr int kOOffset = kPrefetchQ ? kQOffset + kConsumers * kQBytes : kQOffset;
+constexpr int kControlOffset = kPrefetchQ ? kOOffset + kConsumers * kOBytes : kQOffset + kConsumers * kQBytes;
+constexpr int kControlBytes = 2048, kAlignmentSlack = 1024;
+
+static_assert(sizeof(Control) <= kControlBytes, "the control block has outgrown its place");
+static_assert(kSmemBytes == kControlOffset + kControlBytes + kAlignmentSlack, "fa3_smem_bytes in cupyinfer/schedule/tiles.py says otherwise");
+static_assert(kCtaTileQ % kWarpgroupRows == 0 && kCtaThreads == kConsumerThreads + kWarpgroupThreads, "a consumer per 64 rows, and a producer");
+static_assert(kHeadDimQk % kBlockColumns == 0 && kHeadDimVo % kBlockColumns == 0 && kKvTile % 16 == 0, "tiles are whole blocks");
+static_assert(kNumStages == 2, "stages are counted with one bit");
+
+__device__ __forceinline__ int lane_idx() { return threadIdx.x % 32; }
+
+// Shared memory of the CTA, as addresses for the hardware and as a pointer to the control block.
+struct Shared {
+  unsigned base;
+  Control* control;
+
+  __device__ __forceinline__ explicit Shared(unsigned char* smem) {
+    unsigned address = smem_address(smem);
+    base = (address + kAlignmentSlack - 1) / kAlignmentSlack * kAlignmentSlack;
+    control = reinterpret_cast<Control*>(smem + (base - address) + kControlOffset);
+  }
+  __device__ __forceinline__ unsigned barrier(int which) const { return base + kControlOffset + which * 8; }
+  // Tile `count` of the CTA, counted over all segments, lies in stage count % 2.
+  __device__ __forceinline__ unsigned k_tile(unsigned count) const { return base + kKOffset + count % kNumStages * kKBytes; }
+  __device__ __forceinline__ unsigned v_tile(unsigned count) const { return base + kVOffset + count % kNumStages * kVBytes; }
+  __device__ __forceinline__ unsigned q_tile(int consumer) const { return base + kQOffset + consumer * kQBytes; }
+  __device__ __forceinline__ unsigned o_tile(int consumer) const { return base + kOOffset + consumer * (kPrefetchQ ? kOBytes : kQBytes); }
+};
+
+// Wait until stage or slot `count` of a ring has been filled, or emptied by the user before.
+__device__ __forceinline__ void wait_full(const Shared& shared, Barrier ring, unsigned count) {
+  mbarrier_wait(shared.barrier(ring + count % kNumStages), count / kNumStages & 1);
+}
+__device__ __forceinline__ void wait_empty(const Shared& shared, Barrier ring, unsigned count) {
+  mbarrier_wait(shared.barrier(ring + count % kNumStages), (count / kNumStages & 1) ^ 1);
+}
+
+// One thread of the CTA.
+__device__ __forceinline__ void init_barriers(const Shared& shared) {
+  for (int stage = 0; stage < kNumStages; ++stage) {
+    mbarrier_init(shared.barrier(kKFull + stage), 1), mbarrier_init(shared.barrier(kKEmpty + stage), kConsumers);
+    mbarrier_init(shared.barrier(kVFull + stage), 1), mbarrier_init(shared.barrier(kVEmpty + stage), kConsumers);
+  }
+  for (int slot = 0; slot < kWorkSlots; ++slot) {
+    mbarrier_init(shared.barrier(kWorkFull + slot), 1), mbarrier_init(shared.barrier(kWorkEmpty + slot), kConsumerWarps);
+  }
+  mbarrier_init_fence();
+}
+
+// Named barriers: a turn and a meeting point for each consumer warpgroup, and one where all consumers meet.
+constexpr int kTurnBarrier = 1, kWarpgroupBarrier = kTurnBarrier + kConsumers, kConsumerBarrier = kWarpgroupBarrier + kConsumers;
+
+__device__ __forceinline__ void sync_warpgroup(int consumer) { named_barrier_sync(kWarpgroupBarrier + consumer, kWarpgroupThreads); }
+
+// The threads that merge parts.
+struct ConsumerThreads {
+  static __device__ __forceinline__ int index() { return threadIdx.x - kWarpgroupThreads; }
+  static __device__ __forceinline__ int count() { return kConsumerThreads; }
+  static __device__ __forceinline__ void sync() { named_barrier_sync(kConsumerBarrier, kConsumerThreads); }
+};

@@ -1,0 +1,90 @@
+// SPDX-License-Identifier: Apache-2.0
+// The producer warp: walks the CTA's segments, publishes them, and keeps K and V tiles arriving ahead of the consumers.
+#pragma once
+
+#include "tile/fa3_layout.cuh"
+
+// What the producer itself needs of a segment.
+struct SegmentKeys {
+  int kv_begin, kv_end, kv_base, kv_head;
+  bool valid;
+};
+
+// Publish the next segment in slot `count` of the work ring.
+__device__ __forceinline__ SegmentKeys publish_next(const AttentionParams& params, const Shared& shared, WorkCursor& cursor, unsigned count) {
+  Tile tile = {};
+  Segment segment = {};
+  bool valid = cursor.next(params, tile, segment);
+  MergeGroup group = valid ? load_merge_group(params, segment) : MergeGroup{0, 0};
+  unsigned slot = count % kWorkSlots, phase = count / kWorkSlots & 1;
+  mbarrier_wait(shared.barrier(kWorkEmpty + slot), phase ^ 1);
+  if (lane_idx() == 0) {
+    shared.control->works[slot] = {tile, segment, group, valid};
+    mbarrier_arrive(shared.barrier(kWorkFull + slot));
+  }
+  __syncwarp();
+  return {segment.kv_begin, segment.kv_end, tile.kv_base, segment.kv_head, valid};
+}
+
+// Where the box of this lane lies for the tile that starts at `key_begin`: page and slot of its first key. Boxes without a key of
+// the segment lie on a page that does not exist.
+struct BoxOrigin {
+  int page, slot;
+
+  __device__ __forceinline__ BoxOrigin(const Fa3Params& params, const SegmentKeys& keys, int key_begin) {
+    if constexpr (kPaged) {
+      int key = key_begin + lane_idx() * params.box_rows;
+      page = params.num_pages, slot = 0;
+      if (key < keys.kv_end) {
+        int page_idx = key / params.base.page_size;
+        page = __ldg(params.base.page_indices + keys.kv_base + page_idx);
+        slot = key - page_idx * params.base.page_size;
+      }
+    } else {
+      page = 0, slot = keys.kv_base + key_begin;
+    }
+  }
+};
+
+// The warp: start copying a tile of kBlocks column blocks, lane l its l-th box of rows.
+template <int kBlocks>
+__device__ __forceinline__ void copy_tile(const Fa3Params& params, const TensorMap& map, unsigned tile, unsigned barrier, const BoxOrigin& origin, int kv_head) {
+  if (lane_idx() == 0) mbarrier_arrive_expect(barrier, kBlocks * kKvBlockBytes);
+  __syncwarp();
+  if (lane_idx() < (kPaged ? kKvTile / params.box_rows : 1)) {
+    unsigned target = tile + lane_idx() * params.box_rows * kBlockRowBytes;
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block) {
+      tma_load_4d(target + block * kKvBlockBytes, map, barrier, block * kBlockColumns, origin.slot, kv_head, origin.page);
+    }
+  }
+  __syncwarp();
+}
+
+__device__ __forceinline__ void produce(const Fa3Params& params, const Shared& shared) {
+  WorkCursor cursor(params.base);
+  if (lane_idx() == 0) tma_prefetch_map(params.k), tma_prefetch_map(params.v);
+  unsigned num_published = 0, count = 0;
+  SegmentKeys following = publish_next(params.base, shared, cursor, num_published++);
+#pragma unroll 1
+  while (following.valid) {
+    SegmentKeys keys = following;
+    bool knows_following = false;
+    BoxOrigin origin(params, keys, keys.kv_begin);
+#pragma unroll 1
+    for (int key_begin = keys.kv_begin; key_begin < keys.kv_end; key_begin += kKvTile, ++count) {
+      // The page table is read one tile ahead.
+      BoxOrigin next_origin(params, keys, key_begin + kKvTile);
+      unsigned stage = count % kNumStages;
+      wait_empty(shared, kKEmpty, count);
+      copy_tile<kQkBlocks>(params, params.k, shared.k_tile(count), shared.barrier(kKFull + stage), origin, keys.kv_head);
+      wait_empty(shared, kVEmpty, count);
+      copy_tile<kVoBlocks>(params, params.v, shared.v_tile(count), shared.barrier(kVFull + stage), origin, keys.kv_head);
+      origin = next_origin;
+      // Records of the next segment are read while the first tiles of this one travel.
+      if (!knows_following) following = publish_next(params.base, shared, cursor, num_published++);
+      knows_following = true;
+    }
+    if (!knows_following) following = publish_next(params.base, shared, cursor, num_published++);
+  }
+}
