@@ -33,5 +33,5 @@ struct AttentionParams {
   float v_scale_tensor;       // per-tensor v_scale, 1 when absent
   float rope_rcp_scale;       // 1 / rope_scale
   float rope_log2_theta;      // log2(rope_theta)
-  int unused;
+  int max_tiles;              // tile records that exist, used or not
 };

@@ -251,6 +251,7 @@ def _plan_on_gpu(request: AttentionRequest, draft: PlanDraft, info: PlanInfo, wo
         "num_kv_heads": options.num_kv_heads,
         "group_size": options.num_qo_heads // options.num_kv_heads,
         "page_size": options.page_size,
+        "max_tiles": draft.counts.num_tiles,
         "causal": options.causal,
         "window_left": options.window_left,
         "logits_soft_cap": options.logits_soft_cap,

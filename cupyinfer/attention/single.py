@@ -65,15 +65,16 @@ def single_decode_with_kv_cache(
     )
     if not kv_len:
         # A page without keys: the cache is never read, so any shape that fits the plan will do.
-        pages = tuple(view._replace(shape=(1, *_one_key(view, heads_first))) for view in pages)
+        pages = tuple(_one_key(view, heads_first) for view in pages)
     scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
     return _run_once(request, q, query, pages[0], pages[1], return_lse, scales)
 
 
-def _one_key(view: ArrayView, heads_first: bool) -> tuple[int, ...]:
-    shape = list(view.shape[1:])
-    shape[1 if heads_first else 0] = 1
-    return tuple(shape)
+def _one_key(view: ArrayView, heads_first: bool) -> ArrayView:
+    """A page of one key that is never read: an empty array may have any strides."""
+    num_heads, head_dim = view.shape[1 if heads_first else 2], view.shape[3]
+    shape = (1, num_heads, 1, head_dim) if heads_first else (1, 1, num_heads, head_dim)
+    return view._replace(shape=shape, strides=(0, head_dim, head_dim, 1))
 
 
 def single_prefill_with_kv_cache(
@@ -130,6 +131,8 @@ def _ragged(k: Any, v: Any) -> tuple[ArrayView, ArrayView]:
     for view, name in zip(views, ("k", "v"), strict=True):
         if len(view.shape) != 3:
             raise ArgumentError(f"{name}: got shape {view.shape}, expected three dimensions")
+    if views[0].shape[:2] != views[1].shape[:2]:
+        raise ArgumentError(f"v: got shape {views[1].shape}, k has {views[0].shape}; they may differ in the last dimension only")
     return views
 
 

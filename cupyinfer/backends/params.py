@@ -25,7 +25,7 @@ ATTENTION_PARAMS = np.dtype(
     + [(name, np.int64) for name in _STRIDES]
     + [(name, np.int32) for name in _INTS]
     + [(name, np.float32) for name in _FLOATS]
-    + [("unused", np.int32)],
+    + [("max_tiles", np.int32)],
     align=True,
 )
 

@@ -53,6 +53,11 @@ def run(args: argparse.Namespace) -> Report:
 
 def _selected(args: argparse.Namespace) -> list[KernelVariant]:
     dtypes = None if args.dtype is None else {canonical_dtype(dtype, "--dtype", HALF_TYPES) for dtype in args.dtype}
+    attention = [variant for variant in standard_variants() if isinstance(variant, AttentionVariant)]
+    known = sorted({variant.head_dim_qk for variant in attention})
+    for head_dim in args.head_dim or ():
+        if head_dim not in known:
+            raise ArgumentError(f"--head-dim: got {head_dim}, standard kernels have {', '.join(map(str, known))}")
     selected = []
     for variant in standard_variants():
         if isinstance(variant, AttentionVariant):

@@ -58,6 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except CupyInferError as error:
         report_error(str(error))
         return 2
+    except MemoryError as error:  # of NumPy, or of CuPy for GPU memory
+        report_error(f"out of memory: {error}; a smaller cache, chunk or batch needs less")
+        return 2
     except BrokenPipeError:
         # The reader, such as `head`, has what it wanted. Python would complain when it flushes on exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -48,7 +49,9 @@ def progress(total: int, description: str, unit: str) -> Iterator[Callable[[int]
         return
     from tqdm import tqdm
 
-    with tqdm(total=total, desc=description, unit=unit, file=sys.stderr, dynamic_ncols=True, unit_scale=total >= 10_000) as bar:
+    # Some terminals claim to have no columns and no lines, which the bar would believe.
+    columns, lines = shutil.get_terminal_size()
+    with tqdm(total=total, desc=description, unit=unit, file=sys.stderr, ncols=columns, nrows=lines, unit_scale=total >= 10_000) as bar:
         yield bar.update
 
 

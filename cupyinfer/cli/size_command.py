@@ -29,7 +29,7 @@ within limits. Give one of
              cupyinfer size --kv-lens 4096,512 --qo-lens 512x2            prefill of two requests
   limits     cupyinfer size --max-batch-size 256                          decode, every batch of up to 256 requests
              cupyinfer size --max-batch-size 64 --max-qo-tokens 8192      prefill
-  a trace    cupyinfer size --trace trace.csv --max-batch-size 128        every step of serving it, as `cupyinfer replay` does
+  a trace    cupyinfer size trace.csv --max-batch-size 128                every step of serving it, as `cupyinfer replay` does
 
 The need depends on the GPU only through its architecture and number of SMs: --profile names one, --num-sms with --arch describes one.
 """
@@ -43,6 +43,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(
         "size", help="bytes of both workspaces, for a named GPU, without one", description=_DESCRIPTION
     )
+    parser.add_argument("trace", nargs="?", type=Path, metavar="TRACE", help="a request trace, as for `cupyinfer replay`")
     batch = parser.add_argument_group("batch")
     batch.add_argument("--kv-lens", type=lengths, metavar="LENGTHS", help="keys of each request, such as 1024,2048x3")
     batch.add_argument("--qo-lens", type=lengths, metavar="LENGTHS", help="query tokens of each request; makes it a prefill")
@@ -52,8 +53,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     limits.add_argument("--max-pages", type=at_least(0), metavar="N", help="page-table entries, where the int workspace holds them")
     limits.add_argument("--max-kv-len", type=at_least(0), metavar="N", help="keys of the longest request; for --fixed-split-size")
     trace = parser.add_argument_group("trace")
-    trace.add_argument("--trace", type=Path, metavar="FILE", help="a request trace, as for `cupyinfer replay`")
-    trace.add_argument("--requests", type=at_least(1), default=1000, metavar="N", help="only its first N requests (default: 1000)")
+    trace.add_argument("--requests", type=at_least(1), default=1000, metavar="N", help="only the trace's first N requests (default: 1000)")
     trace.add_argument(
         "--num-pages", type=at_least(1), default=_TRACE_PAGES, metavar="N", help=f"pages of the cache (default: {_TRACE_PAGES})"
     )
@@ -89,9 +89,9 @@ def run(args: argparse.Namespace) -> Report:
     )
     if args.trace is not None:
         if args.kv_lens is not None or args.qo_lens is not None:
-            raise ArgumentError("--trace: makes batches of its own, it goes with neither --kv-lens nor --qo-lens")
+            raise ArgumentError("TRACE: makes batches of its own, it goes with neither --kv-lens nor --qo-lens")
         if args.ragged or args.cuda_graph:
-            raise ArgumentError("--trace: sizes paged batches one by one, it goes with neither --ragged nor --cuda-graph")
+            raise ArgumentError("TRACE: sizes paged batches one by one, it goes with neither --ragged nor --cuda-graph")
         return _size_trace(args, options, profile)
     if options.decode and args.ragged:
         raise ArgumentError("--ragged: is for prefill; give --qo-lens or --max-qo-tokens")
@@ -102,9 +102,7 @@ def run(args: argparse.Namespace) -> Report:
     if args.qo_lens is not None:
         raise ArgumentError("--qo-lens: needs --kv-lens, the keys of each request")
     if args.max_batch_size is None:
-        raise ArgumentError(
-            "size: needs a batch (--kv-lens), limits (--max-batch-size) or a trace (--trace); cupyinfer size --help explains"
-        )
+        raise ArgumentError("size: needs a batch (--kv-lens), limits (--max-batch-size) or a trace; cupyinfer size --help explains")
     return _size_limits(args, options, profile)
 
 

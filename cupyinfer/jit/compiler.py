@@ -12,8 +12,9 @@ from cupyinfer.errors import ArgumentError, CompileError
 from cupyinfer.jit.source import KernelSource
 from cupyinfer.schedule.profile import ARCHS
 
-#: Options of every compile. There is no include path among them: a kernel's text is complete.
-DEFAULT_OPTIONS = ("--std=c++17", "-default-device", "--ptxas-options=-v")
+#: Options of every compile. There is no include path among them: a kernel's text is complete. NVRTC's own cache is off, since
+#: what it returns comes without a log, and so without a word about spills.
+DEFAULT_OPTIONS = ("--std=c++17", "-default-device", "--no-cache", "--ptxas-options=-v")
 
 _ARCH = re.compile(r"sm_(\d+)[af]?")
 _INSTALL = "pip install 'cupyinfer[cuda12]' (or 'cupyinfer[cuda13]' for a CUDA 13 driver)"

@@ -55,15 +55,18 @@ class WorkspaceLimits:
 def workspace_bound(limits: WorkspaceLimits, profile: str | DeviceProfile) -> WorkspaceSize:
     """Bytes of each workspace that suffice for every batch within `limits`, with and without CUDA graphs.
 
-    An even cut of all work into one share per CTA leaves at most two parts per cut, whatever the batch: so partial results never
-    exceed ``2 * num_sms * rows_per_tile * (head_dim_vo + 1) * 4`` bytes.
+    A cut makes at most two parts of one tile each, and no automatic schedule has more parts than two per SM, whatever the batch: so
+    partial results never exceed ``2 * num_sms * rows_per_tile * (head_dim_vo + 1) * 4`` bytes. With `fixed_split_size` the parts
+    follow from `max_kv_len` instead; with `disable_split_kv` there are none.
 
     Args:
         limits: heads, widths and the largest batch.
         profile: the GPU, by name or as a DeviceProfile.
 
     Raises:
-        ArgumentError: limits that are missing or make no sense.
+        ArgumentError: limits that are missing or make no sense, or a GPU that is not known by that name.
+        ArgumentTypeError: `limits` or `profile` is of another type, or `kv_data_type` is no type of a cache.
+        UnsupportedError: a head_dim that no kernel serves.
     """
     if not isinstance(limits, WorkspaceLimits):
         raise ArgumentTypeError(f"limits: got {type(limits).__name__}, expected WorkspaceLimits")

@@ -47,8 +47,10 @@ def capacity_counts(
 ) -> RegionCounts:
     """Region counts that suffice for every batch within `limits` planned with this kernel and policy.
 
-    An even cut into `s` shares makes at most `s - 1` merge groups and `2 * (s - 1)` parts. Whole units need neither. With
-    a fixed split size every tile may have as many parts as the longest request has.
+    A cut lies inside at most one unit and makes at most two parts of it, so `s` shares have at most `s - 1` merge groups and
+    `2 * (s - 1)` parts, and `partial_row_budget` holds besides. Whole units need neither. With a fixed split size every tile may
+    have as many parts as the longest request has. Requests of ``n_i`` packed rows have ``sum(ceil(n_i / tile))`` tiles, at most
+    ``floor(sum(n_i) / tile)`` and one for every request with queries.
 
     Raises:
         ArgumentError: a fixed split size without max_kv_len.
@@ -71,6 +73,8 @@ def capacity_counts(
         num_tiles *= parts
     elif policy.allowed and num_tiles:
         max_parts = partial_row_budget(num_sms, config) // tile_q
-        num_groups = min(grid - 1, num_tiles * num_kv_heads)
+        num_groups = min(grid, num_tiles * num_kv_heads)
         num_rows = min(max_parts, 2 * (grid - 1)) * rows_per_tile
+        # Equal units may be cut into tiles of their own, one per CTA at most.
+        num_tiles = max(num_tiles, grid // num_kv_heads)
     return RegionCounts(num_tiles, grid, num_groups, num_rows, head_dim_vo, num_page_indices, value_bytes)

@@ -13,6 +13,7 @@ from cupyinfer.errors import ArgumentError, ArgumentTypeError
 
 Ints = npt.NDArray[np.int64]
 _INT32_MAX = 2**31 - 1
+_INT64_MAX = 2**63 - 1
 #: Keys of the longest request, and packed query rows: kernels count both in 32 bits, and may look one tile further.
 MAX_KV_LEN = MAX_PACKED_ROWS = _INT32_MAX - 2**16
 
@@ -63,15 +64,19 @@ def host_integers(values: Any, argument: str) -> Ints:
 
     Raises:
         ArgumentTypeError: not integers.
-        ArgumentError: not one-dimensional.
+        ArgumentError: not one-dimensional, or an entry that 64 bits with a sign cannot hold.
     """
-    array = np.asarray(values)
+    try:
+        array = np.asarray(values)
+    except (TypeError, ValueError) as error:
+        raise ArgumentTypeError(f"{argument}: got {type(values).__name__}, expected one dimension of integers ({error})") from error
     if array.ndim != 1:
         raise ArgumentError(f"{argument}: got shape {array.shape}, expected one dimension")
     if array.dtype.kind not in "iu":
         if array.size:
             raise ArgumentTypeError(f"{argument}: got {array.dtype}, expected int32 or int64")
-        array = array.astype(np.int64)
+    elif array.dtype == np.uint64 and array.max(initial=0) > _INT64_MAX:
+        raise ArgumentError(f"{argument}: holds {array.max()}, more than int64 can hold")
     return array.astype(np.int64)
 
 

@@ -85,21 +85,22 @@ def cut_line(
     cut = inside.nonzero()[0]
     if not cut.size:
         return Partition(cta_work, no_groups(), 0)
-    # The n-th cut inside a unit, from 1, lies between parts n - 1 and n; those before the unit's first cut are in other units.
-    part = cut - cuts.searchsorted(cuts[cut] - inside[cut], side="right") + 1
-    is_first = part == 1
-    group = is_first.astype(np.int64).cumsum() - 1
+    # Part n of a unit ends at its cut n, counted from 0, and part n + 1 begins there.
+    unit_begin = cuts[cut] - inside[cut]
+    part = cut - cuts.searchsorted(unit_begin, side="right")
+    first_cut = cut[part == 0]
+    group = first_cut.searchsorted(cut, side="right") - 1
     cta_work[cut, 4] = group
-    cta_work[cut, 5] = part
+    cta_work[cut, 5] = part + 1
     # The share before a cut ends in the cut's unit: with its first segment if it began there, else with its last.
     share = cut - 1
-    field = share * CTA_INTS + np.where(unit[share] == unit[cut], 4, 6)
+    field = share * CTA_INTS + np.where(cuts[share] < unit_begin, 6, 4)
     fields = cta_work.reshape(-1)
     fields[field] = group
-    fields[field + 1] = part - 1
+    fields[field + 1] = part
 
     num_parts = np.bincount(group) + 1
-    rows = num_parts * num_rows[tile[cut[is_first]]]
+    rows = num_parts * num_rows[tile[first_cut]]
     end_row = rows.cumsum()
     merge_groups = np.zeros((len(rows), GROUP_INTS), np.int32)
     merge_groups[:, 0] = end_row - rows

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from cupyinfer.errors import ArgumentError
 from cupyinfer.schedule.capacity import BatchLimits, capacity_counts
-from cupyinfer.schedule.geometry import BatchGeometry, check_heads
+from cupyinfer.schedule.geometry import MAX_PACKED_ROWS, BatchGeometry, check_heads
 from cupyinfer.schedule.layout import RegionCounts, lay_out, measure
 from cupyinfer.schedule.plan_info import DecodePlanInfo, PlanInfo, PrefillPlanInfo
 from cupyinfer.schedule.profile import DeviceProfile
@@ -201,8 +201,10 @@ def draft_plan(
         graph_limits: plan for CUDA graphs, with grid and offsets that suit every batch within these limits.
 
     Raises:
-        ArgumentError: the batch exceeds `graph_limits`.
+        ArgumentError: the batch exceeds `graph_limits`, or a request has more packed rows than 32 bits hold.
     """
+    if geometry.num_qo_tokens * shape.group_size > MAX_PACKED_ROWS:
+        _check_packed_rows(geometry, shape.group_size)
     if graph_limits is not None:
         _check_limits(geometry, graph_limits)
         tile_q = shape.tile_q_of_limits(graph_limits)
@@ -212,7 +214,11 @@ def draft_plan(
         tile_q = choose_tile_q(geometry, shape.group_size, shape.head_dim_vo, shape.invariant)
     config = shape.config(tile_q, profile)
     tiles = make_tiles(geometry, shape.group_size, tile_q, config.kv_tile, shape.span, mask_begin)
-    schedule = make_schedule(tiles, config, profile.num_sms, shape.num_kv_heads, shape.policy(config.kv_tile), graph_limits is not None)
+    # Half of L2 for keys and values: queries and outputs stream through the rest.
+    keys_in_l2 = profile.l2_bytes // 2 // (shape.num_kv_heads * (shape.head_dim_qk + shape.head_dim_vo) * shape.kv_itemsize)
+    schedule = make_schedule(
+        tiles, config, profile.num_sms, shape.num_kv_heads, shape.policy(config.kv_tile), graph_limits is not None, keys_in_l2
+    )
     if graph_limits is not None:
         counts = shape.capacity(config, profile, graph_limits, num_page_indices, value_bytes)
     else:
@@ -226,6 +232,15 @@ def draft_plan(
             value_bytes=value_bytes,
         )
     return PlanDraft(shape, geometry, schedule, counts, graph_limits is not None)
+
+
+def _check_packed_rows(geometry: BatchGeometry, group_size: int) -> None:
+    longest = int(geometry.qo_len.max())
+    if longest * group_size > MAX_PACKED_ROWS:
+        raise ArgumentError(
+            f"qo_indptr: request {geometry.qo_len.argmax()} has {longest} query tokens of {group_size} heads per KV head, "
+            f"supported are up to {MAX_PACKED_ROWS // group_size} tokens"
+        )
 
 
 def _check_limits(geometry: BatchGeometry, limits: BatchLimits) -> None:

@@ -10,12 +10,22 @@ import numpy.typing as npt
 
 from cupyinfer.errors import ArgumentError, ArgumentTypeError
 from cupyinfer.schedule.geometry import MAX_KV_LEN
+from cupyinfer.schedule.order import busiest_time, line_time, order_tiles
 from cupyinfer.schedule.partition import GROUP_INTS, Partition, cut_line, no_groups, whole_units_only
 from cupyinfer.schedule.tiles import TileConfig
 from cupyinfer.schedule.tiling import tile_iterations
 
 #: An even cut must beat whole units by this factor before anything is shared: merging is not free.
 _SHARING_GAIN = 1.02
+#: CTAs that begin units of neighbouring tiles together walk the same keys together and find them in L2. An even cut sets them out of
+#: step: on an H200 chunked prefill lost 7 to 15% by that, so shared prefill iterations are taken to last this much longer.
+_OUT_OF_STEP = 1.12
+#: Units are dealt out to the fewest CTAs that need as many waves, which keeps the heads of a tile together, unless that takes longer
+#: by this factor.
+_FEWER_CTAS = 1.005
+#: A 16-row kernel waits for memory, which a few idle SMs do not slow down: its whole units, or equal pieces of them, may take this
+#: much longer than an even cut would on the busiest SM.
+_IDLE_SMS = 1.04
 #: Iterations a share has at least: in fewer than 128 keys the eight warps of a 16-row tile would not all find a block.
 _MIN_SHARE = 2
 #: One CTA alone on its SM takes this share of the time per iteration that it takes beside a second one.
@@ -86,7 +96,13 @@ def partial_row_budget(num_sms: int, config: TileConfig) -> int:
 
 
 def make_schedule(
-    tiles: npt.NDArray[np.int32], config: TileConfig, num_sms: int, num_kv_heads: int, policy: SplitPolicy, full_grid: bool = False
+    tiles: npt.NDArray[np.int32],
+    config: TileConfig,
+    num_sms: int,
+    num_kv_heads: int,
+    policy: SplitPolicy,
+    full_grid: bool = False,
+    keys_in_l2: int = MAX_KV_LEN,
 ) -> Schedule:
     """Divide the work of `tiles` over a GPU.
 
@@ -97,30 +113,117 @@ def make_schedule(
         num_kv_heads: units per tile.
         policy: what may be divided.
         full_grid: launch as many CTAs as the GPU holds at once (CUDA graphs), not just as many as find work.
+        keys_in_l2: keys, with all their heads, that stay in L2 while other data passes through it.
     """
     grid = num_sms * config.ctas_per_sm
     merge_groups, num_partial_rows = no_groups(), 0
-    shares = num_whole_units = 0
-    if policy.fixed_kv is not None:
-        tiles, merge_groups, num_partial_rows = _fixed_split(tiles, config.kv_tile, num_kv_heads, policy.fixed_kv)
+    piece_kv = policy.fixed_kv
+    if piece_kv is None and policy.allowed and config.cta_tile_q == 16 and len(tiles):
+        piece_kv = _equal_piece_kv(tiles, config, num_sms, num_kv_heads)
+    if piece_kv is not None:
+        tiles, merge_groups, num_partial_rows = _split_tiles(tiles, config.kv_tile, num_kv_heads, piece_kv)
     elif len(tiles):
-        iterations = tile_iterations(tiles, config.kv_tile)
-        shortest, longest = int(iterations.min()), int(iterations.max())
-        if shortest != longest and (config.cta_tile_q > 16 or not policy.allowed):
-            # Longest first: the short ones at the end even out what the long ones left.
-            order = (-iterations).argsort(kind="stable")
-            tiles, iterations = tiles[order], iterations[order]
-        if policy.allowed:
-            tile_begin = np.zeros(len(tiles) + 1, np.int64)
-            np.multiply(iterations, num_kv_heads, out=tile_begin[1:])
-            tile_begin.cumsum(out=tile_begin)
-            num_whole_units, shares = _sharing(iterations, config, num_sms, num_kv_heads, shortest == longest, longest, int(tile_begin[-1]))
-    if shares:
-        num_ctas = grid if full_grid else max(min(num_whole_units, grid), shares)
-        return Schedule(config, tiles, cut_line(iterations, tile_begin, tiles[:, 3], num_kv_heads, num_ctas, num_whole_units, shares))
+        automatic = _automatic if config.cta_tile_q == 16 else _automatic_prefill
+        tiles, partition = automatic(tiles, config, num_sms, num_kv_heads, policy.allowed, full_grid, keys_in_l2)
+        if partition is not None:
+            return Schedule(config, tiles, partition)
     num_units = len(tiles) * num_kv_heads
-    cta_work = whole_units_only(grid if full_grid else min(num_units, grid), num_units)
+    # As many CTAs as there are units in every wave: neighbours then read the heads of one page at the same time.
+    num_ctas = -(-num_units // -(-num_units // grid)) if num_units else 0
+    cta_work = whole_units_only(grid if full_grid else num_ctas, num_units)
     return Schedule(config, tiles, Partition(cta_work, merge_groups, num_partial_rows))
+
+
+def _equal_piece_kv(tiles: npt.NDArray[np.int32], config: TileConfig, num_sms: int, num_kv_heads: int) -> int | None:
+    """Keys per piece when equal pieces of all units fill the GPU almost evenly; None when units differ or no number of pieces does."""
+    keys = tiles[:, 5] - tiles[:, 4]
+    longest = int(keys.max())
+    if longest != int(keys.min()):
+        return None
+    grid, num_units = num_sms * config.ctas_per_sm, len(tiles) * num_kv_heads
+    iterations = max(1, -(-longest // config.kv_tile))
+    pieces = max(1, min(grid // num_units, iterations // _MIN_SHARE))
+    per_piece = -(-iterations // pieces)
+    busiest = -(-num_units * pieces // grid) * per_piece
+    if busiest * grid <= _IDLE_SMS * num_units * iterations or per_piece <= _MIN_SHARE:
+        return per_piece * config.kv_tile
+    return None
+
+
+def _automatic(
+    tiles: npt.NDArray[np.int32],
+    config: TileConfig,
+    num_sms: int,
+    num_kv_heads: int,
+    may_split: bool,
+    full_grid: bool,
+    keys_in_l2: int,
+) -> tuple[npt.NDArray[np.int32], Partition | None]:
+    """16-row tiles in the order to work on them, and how CTAs share them; None when every unit is best left to one CTA."""
+    iterations = tile_iterations(tiles, config.kv_tile)
+    shortest, longest = int(iterations.min()), int(iterations.max())
+    if shortest != longest and not may_split:
+        # Longest first: the short ones at the end even out what the long ones left.
+        order = (-iterations).argsort(kind="stable")
+        tiles, iterations = tiles[order], iterations[order]
+    if not may_split:
+        return tiles, None
+    tile_begin = _tile_begin(iterations, num_kv_heads)
+    num_whole_units, shares = _sharing(iterations, config, num_sms, num_kv_heads, shortest == longest, longest, int(tile_begin[-1]))
+    if not shares:
+        return tiles, None
+    grid = num_sms * config.ctas_per_sm
+    num_ctas = grid if full_grid else max(min(num_whole_units, grid), shares)
+    return tiles, cut_line(iterations, tile_begin, tiles[:, 3], num_kv_heads, num_ctas, num_whole_units, shares)
+
+
+def _automatic_prefill(
+    tiles: npt.NDArray[np.int32],
+    config: TileConfig,
+    num_sms: int,
+    num_kv_heads: int,
+    may_split: bool,
+    full_grid: bool,
+    keys_in_l2: int,
+) -> tuple[npt.NDArray[np.int32], Partition | None]:
+    """As _automatic, for tiles of 64 rows and more."""
+    iterations = tile_iterations(tiles, config.kv_tile)
+    longest = int(iterations.max())
+    if int(iterations.min()) == longest:
+        if not may_split:
+            return tiles, None
+        tile_begin = _tile_begin(iterations, num_kv_heads)
+        num_whole_units, shares = _sharing(iterations, config, num_sms, num_kv_heads, True, longest, int(tile_begin[-1]))
+        if not shares:
+            return tiles, None
+        num_ctas = num_sms * config.ctas_per_sm if full_grid else max(min(num_whole_units, num_sms * config.ctas_per_sm), shares)
+        return tiles, cut_line(iterations, tile_begin, tiles[:, 3], num_kv_heads, num_ctas, num_whole_units, shares)
+    num_units = len(tiles) * num_kv_heads
+    grid = num_sms * config.ctas_per_sm
+    order, time = order_tiles(tiles, iterations, num_kv_heads, grid, keys_in_l2)
+    tiles, iterations = tiles[order], iterations[order]
+    tile_begin = _tile_begin(iterations, num_kv_heads)
+    shares, shared_time = _shares_of_all(config, num_sms, 0, int(tile_begin[-1]))
+    whole_time = time * _crowding(num_units, num_sms, grid)
+    if may_split and shares > 1 and whole_time > _SHARING_GAIN * _OUT_OF_STEP * shared_time:
+        shared_time = line_time(iterations, tile_begin, num_kv_heads, shares) * _crowding(shares, num_sms, grid)
+        if whole_time > _SHARING_GAIN * _OUT_OF_STEP * shared_time:
+            return tiles, cut_line(iterations, tile_begin, tiles[:, 3], num_kv_heads, grid if full_grid else shares, 0, shares)
+    num_ctas = grid
+    if not full_grid:
+        num_ctas = fewer = -(-num_units // -(-num_units // grid))
+        if num_units > grid > fewer and busiest_time(iterations, num_kv_heads, fewer) > _FEWER_CTAS * time:
+            num_ctas = grid
+    return tiles, Partition(whole_units_only(num_ctas, num_units), no_groups(), 0)
+
+
+def _tile_begin(iterations: npt.NDArray[np.int32], num_kv_heads: int) -> npt.NDArray[np.int64]:
+    """Iterations of all units before each tile, and of all units at the end."""
+    tile_begin = np.zeros(len(iterations) + 1, np.int64)
+    tile_begin[1:] = iterations
+    tile_begin.cumsum(out=tile_begin)
+    tile_begin *= num_kv_heads
+    return tile_begin
 
 
 def _sharing(
@@ -149,12 +252,13 @@ def _sharing(
         shares = min(grid, partial_row_budget(num_sms, config) // config.cta_tile_q - rest + 1, rest * longest // _MIN_SHARE)
         if rest == 0 or shares <= rest:
             return 0, 0
-        time = num_units // grid * longest + rest * longest / shares * _crowding(shares, num_sms, grid)
+        out_of_step = 1.0 if config.cta_tile_q == 16 else _OUT_OF_STEP
+        time = num_units // grid * longest + rest * longest / shares * _crowding(shares, num_sms, grid) * out_of_step
     if shares < 2:
         return 0, 0
     if config.cta_tile_q == 16 and not equal:
         return num_whole_units, shares  # the parts of 16-row tiles are a few rows, and an even cut cannot lose
-    whole_time = -(-num_units // grid) * longest if equal else _longest_share(iterations, num_kv_heads, grid)
+    whole_time = -(-num_units // grid) * longest
     pays = whole_time * _crowding(num_units, num_sms, grid) > _SHARING_GAIN * time
     return (num_whole_units, shares) if pays else (0, 0)
 
@@ -178,20 +282,14 @@ def _crowding(num_ctas: int, num_sms: int, grid: int) -> float:
     return _ALONE if num_ctas <= num_sms < grid else 1.0
 
 
-def _longest_share(iterations: npt.NDArray[np.int32], num_kv_heads: int, grid: int) -> int:
-    """Iterations of the busiest CTA when units, longest first, are dealt out in waves that turn round."""
-    units = np.repeat(iterations, num_kv_heads)
-    waves = np.zeros((-(-len(units) // grid), grid), np.int64)
-    waves.reshape(-1)[: len(units)] = units
-    waves[1::2] = waves[1::2, ::-1]
-    return int(waves.sum(axis=0).max())
-
-
-def _fixed_split(
+def _split_tiles(
     tiles: npt.NDArray[np.int32], kv_tile: int, num_kv_heads: int, fixed_kv: int
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], int]:
     """Tiles cut along the keys into chunks of `fixed_kv`, their merge groups, and the rows of partial results."""
     keys = tiles[:, 5].astype(np.int64) - tiles[:, 4]
+    if keys.max(initial=0) <= fixed_kv:
+        order = (-keys).argsort(kind="stable")
+        return tiles[order], no_groups(), 0
     chunks = np.maximum(-(-keys // fixed_kv), 1)
     first_chunk = np.cumsum(chunks) - chunks
     of_tile = np.repeat(np.arange(len(tiles)), chunks)

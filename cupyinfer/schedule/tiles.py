@@ -18,7 +18,10 @@ DECODE_BLOCK = 16
 #: Keys per iteration of the schedule for 16-row tiles; finer cuts balance better, coarser ones have fewer fields to scan.
 DECODE_KV_TILE = 64
 PREFILL_KV_TILE = 64
-_MAX_STAGES = 6
+#: Bytes of K and V an SM asks for at once while decoding. Measured on an H200: 64 KB reach the memory's rate, 128 KB are slower.
+DECODE_BYTES_IN_FLIGHT = 64 * 1024
+#: Static shared memory of the 16-row kernel besides its table of RoPE frequencies.
+_STATIC_SMEM = 384
 
 #: Tiles of the fa3 kernels, (query rows, keys) by (head_dim_qk, head_dim_vo): two consumer warpgroups of 64 rows, and as many keys as
 #: leave two K/V stages room in 227 KB and the logits and weights of a tile room in 232 registers beside the output.
@@ -35,9 +38,10 @@ class TileConfig:
         cta_tile_q: packed query rows per CTA.
         kv_tile: keys per iteration of the schedule.
         num_warps: warps per CTA.
-        num_stages: stages of the K/V ring in shared memory.
+        num_stages: slots of the K/V ring in shared memory: whole tiles for 64 and 128 rows, half-blocks of a warp for 16.
         smem_bytes: dynamic shared memory per CTA.
         ctas_per_sm: CTAs of this kernel one SM holds.
+        join_slots: segments of a 16-row kernel on their way out at a time.
     """
 
     cta_tile_q: int
@@ -46,6 +50,7 @@ class TileConfig:
     num_stages: int
     smem_bytes: int
     ctas_per_sm: int
+    join_slots: int = 1
 
 
 def check_head_dims(head_dim_qk: int, head_dim_vo: int) -> None:
@@ -72,11 +77,12 @@ def tile_config(cta_tile_q: int, head_dim_qk: int, head_dim_vo: int, kv_itemsize
     return _prefill_config(cta_tile_q, head_dim_qk, head_dim_vo, kv_itemsize, smem_per_sm, smem_per_cta)
 
 
-def decode_smem_bytes(num_warps: int, num_stages: int, head_dim_qk: int, head_dim_vo: int, kv_itemsize: int) -> int:
-    """Shared memory of a 16-row kernel: a private K/V ring per warp, and every warp's state while they join."""
-    ring = num_warps * num_stages * DECODE_BLOCK * (head_dim_qk + head_dim_vo) * kv_itemsize
-    state = (16 * head_dim_vo + 4 * 32) * 4  # a 16-row accumulator, and two maxima and two sums per lane
-    return ring + num_warps * state
+def decode_smem_bytes(num_warps: int, num_stages: int, join_slots: int, head_dim_qk: int, head_dim_vo: int, kv_itemsize: int) -> int:
+    """Shared memory of a 16-row kernel: a private ring of half-blocks per warp, the states of one or two segments on their way out,
+    and past head_dim 128 the query."""
+    ring = num_warps * num_stages * DECODE_BLOCK * max(head_dim_qk, head_dim_vo) * kv_itemsize
+    state = num_warps * (16 * head_dim_vo + 2 * 16) * 4
+    return ring + join_slots * state + (16 * head_dim_qk * 2 if head_dim_qk > 128 else 0)
 
 
 def prefill_smem_bytes(cta_tile_q: int, kv_tile: int, num_stages: int, head_dim_qk: int, head_dim_vo: int, kv_itemsize: int) -> int:
@@ -85,13 +91,16 @@ def prefill_smem_bytes(cta_tile_q: int, kv_tile: int, num_stages: int, head_dim_
 
 
 def _decode_config(head_dim_qk: int, head_dim_vo: int, kv_itemsize: int, smem_per_cta: int) -> TileConfig:
-    # Bytes in flight decide: as many warps as leave each two stages, then as many stages as fit. At head_dim 256 one
-    # block is 16 KB, and four warps with three stages hold more in flight than eight with one.
+    # Eight warps with two segments on their way out never wait for each other; four warps suffice at head_dim 256, where a block
+    # is twice as large. Where that does not fit, a single segment on its way out costs a barrier, fewer warps cost bytes in flight.
+    half_block = DECODE_BLOCK * max(head_dim_qk, head_dim_vo) * kv_itemsize
     for num_warps in (8, 4, 2) if head_dim_vo <= 128 else (4, 2):
-        for num_stages in range(_MAX_STAGES, 1, -1):
-            smem = decode_smem_bytes(num_warps, num_stages, head_dim_qk, head_dim_vo, kv_itemsize)
-            if smem <= smem_per_cta:
-                return TileConfig(16, DECODE_KV_TILE, num_warps, num_stages, smem, 1)
+        in_flight = max(2, DECODE_BYTES_IN_FLIGHT // (num_warps * half_block))
+        for join_slots in (2, 1):
+            for num_stages in range(in_flight + 1, 2, -1):
+                smem = decode_smem_bytes(num_warps, num_stages, join_slots, head_dim_qk, head_dim_vo, kv_itemsize)
+                if smem + _STATIC_SMEM + 4 * head_dim_qk <= smem_per_cta:
+                    return TileConfig(16, DECODE_KV_TILE, num_warps, num_stages, smem, 1, join_slots)
     raise UnsupportedError(f"head_dim {head_dim_qk}: {smem_per_cta} bytes of shared memory per CTA are too few")
 
 

@@ -3,12 +3,13 @@
 #pragma once
 
 #include "params.cuh"
+#include "tile/decode_join.cuh"
 #include "tile/decode_logits.cuh"
-#include "tile/decode_state.cuh"
 
 static_assert(kCtaTileQ == 16, "This kernel holds one m16 tile of query rows per warp.");
 static_assert(kKvTile % kBlockKeys == 0, "An iteration of the schedule is a whole number of blocks.");
-static_assert(kSmemBytes == kNumWarps * kNumStages * kStageBytes + kNumWarps * kStateWords * 4,
+static_assert(kNumStages >= 3, "Two half-blocks are in flight while a third is worked on.");
+static_assert(kSmemBytes == kNumWarps * kNumStages * kSlotBytes + kJoinSlots * sizeof(JoinSpace) + (kQueryInSmem ? kQkSteps * 32 * sizeof(uint4) : 0),
               "decode_smem_bytes in schedule/tiles.py and this kernel must agree.");
 
 // Accumulate the outputs of one block: weights are rounded to the type of the matrix product.
@@ -26,42 +27,48 @@ __device__ __forceinline__ void accumulate_values(WarpState& state, const float 
 
 extern "C" __global__ void __launch_bounds__(kNumWarps * 32, 1) attention(const __grid_constant__ AttentionParams params) {
   extern __shared__ __align__(128) unsigned char smem[];
-  __shared__ int is_last;
+  __shared__ JoinRecord records[kJoinRecords];
+  __shared__ long long barriers[2];
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  float* state_slots = reinterpret_cast<float*>(smem + kNumWarps * kNumStages * kStageBytes);
-  unsigned ring = smem_address(smem) + warp * kNumStages * kStageBytes;
+  unsigned ring = smem_address(smem) + warp * kNumStages * kSlotBytes;
+  unsigned char* behind_rings = smem + kNumWarps * kNumStages * kSlotBytes;
+  JoinQueue queue = {reinterpret_cast<JoinSpace*>(behind_rings), records, smem_address(barriers), warp, lane, 0};
+  uint4* query_space = reinterpret_cast<uint4*>(behind_rings + kJoinSlots * sizeof(JoinSpace));
+  __shared__ float2 turns[kPosEncoding == PosEncoding::kRopeLlama ? kRopePairs : 1];
+  if constexpr (kPosEncoding == PosEncoding::kRopeLlama) fill_rope_turns(params, turns);
+  if (threadIdx.x == 0) JoinQueue::init(smem_address(barriers));
 
-  BlockLoader loader(params, ring, warp, lane);
+  // Half-blocks, keys and values in turn: kNumStages - 1 of them are in flight while one is worked on.
+  BlockLoader loader(params, warp, lane);
 #pragma unroll
-  for (int stage = 0; stage < kNumStages - 1; ++stage) loader.issue(params);
+  for (int i = 0; i < kNumStages - 1; ++i) loader.load_half(params, i % 2 == 0, ring + i * kSlotBytes);
+  __syncthreads();
 
-  WorkCursor cursor(params);
+  constexpr bool kKeysFollowKeys = kNumStages % 2 == 1;
+  RingPosition at(ring);
+  WorkCursor<false> cursor(params);
   Tile tile;
   Segment segment;
-  int stage = 0;
   while (cursor.next(params, tile, segment)) {
-    RowGroup rows(params, tile, segment, lane, state_slots);
+    RowGroup rows(params, tile, segment, lane, query_space, turns);
     MergeGroup group = load_merge_group(params, segment);
     WarpState state;
     state.clear();
     for (int key = segment.kv_begin + warp * kBlockKeys; key < segment.kv_end; key += kNumWarps * kBlockKeys) {
-      cp_async_wait<kNumStages - 2>();
-      // Every lane's copies have landed, and every lane is done with the stage that the next copies overwrite.
-      __syncwarp();
-      loader.issue(params);
-      unsigned block = ring + stage * kStageBytes;
       float logits[2][4];
-      rows.compute_logits(params, tile, block, key, lane, logits);
+      at.wait();
+      loader.load_half(params, kKeysFollowKeys, at.behind());
+      rows.multiply_keys(at.slot, key, lane, logits);
+      rows.finish_logits(params, tile, key, lane, logits);
       state.absorb(logits);
-      accumulate_values(state, logits, block + kKBlockBytes, lane);
-      stage = stage + 1 == kNumStages ? 0 : stage + 1;
+      at.advance();
+      at.wait();
+      loader.load_half(params, !kKeysFollowKeys, at.behind());
+      accumulate_values(state, logits, at.slot, lane);
+      at.advance();
     }
     state.reduce_sums();
-    if (tile.num_rows <= 8) {
-      join_and_write<1>(params, tile, segment, rows.row, group, state, state_slots, warp, lane);
-    } else {
-      join_and_write<2>(params, tile, segment, rows.row, group, state, state_slots, warp, lane);
-    }
-    if (segment.group >= 0) finish_part_of_group(params, tile, segment, group, &is_last);
+    queue.leave(params, tile, segment, group, state);
   }
+  queue.drain(params);
 }

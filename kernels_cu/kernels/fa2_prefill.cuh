@@ -85,14 +85,14 @@ extern "C" __global__ void __launch_bounds__(kNumWarps * 32, 2) attention(const 
   extern __shared__ __align__(128) unsigned char smem[];
   // What is the same for all threads and used once in a while lives in shared memory: the loop has no registers to spare.
   __shared__ Work work, following;
-  __shared__ __align__(16) unsigned char cursor_storage[sizeof(WorkCursor)];
+  __shared__ __align__(16) unsigned char cursor_storage[sizeof(WorkCursor<false>)];
   __shared__ WarpSpan spans[kNumWarps];
   __shared__ float2 turns[kRope ? kRopePairs : 1];
   __shared__ float logit_scales[kScaleQRows ? kCtaTileQ : 1];
   __shared__ int is_last;
-  WorkCursor& cursor = *reinterpret_cast<WorkCursor*>(cursor_storage);
+  WorkCursor<false>& cursor = *reinterpret_cast<WorkCursor<false>*>(cursor_storage);
   if (threadIdx.x == 0) {
-    cursor = WorkCursor(params);
+    cursor = WorkCursor<false>(params);
     following.valid = cursor.next(params, following.tile, following.segment);
   }
   if constexpr (kRope) fill_rope_turns(params, turns);

@@ -5,6 +5,7 @@
 #include "ptx/convert.cuh"
 #include "ptx/mma.cuh"
 #include "tile/decode_ring.cuh"
+#include "tile/rope.cuh"
 #include "tile/rows.cuh"
 
 constexpr bool kFp8 = kKvBytes == 1;
@@ -32,6 +33,36 @@ __device__ __forceinline__ void load_query(const AttentionParams& params, const 
       }
     }
     q_scale[r] = 1.f;
+  }
+}
+
+// Rotate query fragments to their rows' positions: k-steps `step` and `step + kQkSteps / 2` hold the two halves of a pair.
+__device__ __forceinline__ void rotate_query(const Row (&row)[2], const float2* turns, int lane, unsigned (&q)[kQkSteps][4]) {
+#pragma unroll
+  for (int step = 0; step < kQkSteps / 2; ++step) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      int dim = fragment_dim(step, half, lane % 4);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        float position = static_cast<float>(row[r].position);
+        rotate_pair<kQElement>(q[step][r + 2 * half], q[step + kQkSteps / 2][r + 2 * half], rope_cos_sin(turns[dim], position),
+                               rope_cos_sin(turns[dim + 1], position));
+      }
+    }
+  }
+}
+
+// Rotate the key fragments of k-steps `step` and `step + kQkSteps / 2`; the block's first key is at position `key`.
+__device__ __forceinline__ void rotate_keys(const float2* turns, int key, int step, int lane, unsigned (&low)[2][2], unsigned (&high)[2][2]) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    int dim = fragment_dim(step, half, lane % 4);
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      float position = static_cast<float>(key + 8 * n + lane / 4);
+      rotate_pair<kMmaElement>(low[n][half], high[n][half], rope_cos_sin(turns[dim], position), rope_cos_sin(turns[dim + 1], position));
+    }
   }
 }
 

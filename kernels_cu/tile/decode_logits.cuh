@@ -5,26 +5,29 @@
 #include "ptx/math.cuh"
 #include "tile/decode_fragments.cuh"
 
-// At head_dim 256 the output accumulators leave no registers for the query, which then waits in shared memory.
-constexpr bool kQueryInSmem = kHeadDimQk == 256;
+// Past head_dim 128 the accumulators and pointers leave no registers for the query, which then waits in shared memory.
+constexpr bool kQueryInSmem = kHeadDimQk > 128;
 
 // What a warp knows of a tile's rows while it walks the keys of a segment.
 struct RowGroup {
   Row row[2];               // rows g and g + 8 of this thread
   unsigned q[kQueryInSmem ? 1 : kQkSteps][4];  // query fragments
+  const float2* turns;      // RoPE frequencies
   uint4* q_shared;          // the same by step and lane, when they do not fit registers
   float scale[2];           // logit = scale * (q . k): natural with a soft cap, log2 domain otherwise
   float slope[2];           // ALiBi slope in the log2 domain
   int all_see_from, all_see_to;  // every row of the tile sees the keys in [all_see_from, all_see_to]
 
-  __device__ __forceinline__ RowGroup(const AttentionParams& params, const Tile& tile, const Segment& segment, int lane, void* scratch)
-      : q_shared(static_cast<uint4*>(scratch) + lane) {
+  __device__ __forceinline__ RowGroup(const AttentionParams& params, const Tile& tile, const Segment& segment, int lane, uint4* query_space,
+                                      const float2* rope_turns)
+      : turns(rope_turns), q_shared(query_space + lane) {
     int g = lane / 4;
 #pragma unroll
     for (int r = 0; r < 2; ++r) row[r] = make_row(params, tile, segment.kv_head, g + 8 * r);
     float q_scale[2];
     unsigned loaded[kQkSteps][4];
     load_query(params, tile, row, lane, loaded, q_scale);
+    if constexpr (kPosEncoding == PosEncoding::kRopeLlama) rotate_query(row, turns, lane, loaded);
     if constexpr (kFp8 && kQElement == Element::kBfloat16) query_to_half(loaded, q_scale);
     keep_query(loaded);
     float common = params.sm_scale * (params.k_scale != nullptr ? __ldg(params.k_scale + segment.kv_head) : 1.f);
@@ -38,7 +41,7 @@ struct RowGroup {
     all_see_to = make_row(params, tile, segment.kv_head, 0).hi;
   }
 
-  // The scratch memory is free once every warp has left the previous segment.
+  // The scratch memory is free once every warp has finished the previous segment's keys.
   __device__ __forceinline__ void keep_query(const unsigned (&loaded)[kQkSteps][4]) {
     if constexpr (kQueryInSmem) {
       __syncthreads();
@@ -66,19 +69,39 @@ struct RowGroup {
     }
   }
 
-  // logits[n][2r + j]: row g + 8r, key `key + 8n + 2c + j`.
-  __device__ __forceinline__ void compute_logits(const AttentionParams& params, const Tile& tile, unsigned keys, int key, int lane,
-                                                 float (&logits)[2][4]) {
+  // logits[n][2r + j]: row g + 8r, key 8n + 2c + j of the block that begins with `key`; not scaled yet.
+  __device__ __forceinline__ void multiply_keys(unsigned keys, int key, int lane, float (&logits)[2][4]) const {
 #pragma unroll
     for (int n = 0; n < 2; ++n) logits[n][0] = logits[n][1] = logits[n][2] = logits[n][3] = 0.f;
+    if constexpr (kPosEncoding == PosEncoding::kRopeLlama) {
 #pragma unroll
-    for (int step = 0; step < kQkSteps; ++step) {
-      unsigned a[4], b[2][2];
-      query_step(step, a);
-      load_keys(keys, step, lane, b);
-      mma_m16n8k16(logits[0], a, b[0][0], b[0][1]);
-      mma_m16n8k16(logits[1], a, b[1][0], b[1][1]);
+      for (int step = 0; step < kQkSteps / 2; ++step) {
+        unsigned low[2][2], high[2][2];
+        load_keys(keys, step, lane, low);
+        load_keys(keys, step + kQkSteps / 2, lane, high);
+        rotate_keys(turns, key, step, lane, low, high);
+        multiply_step(step, low, logits);
+        multiply_step(step + kQkSteps / 2, high, logits);
+      }
+    } else {
+#pragma unroll
+      for (int step = 0; step < kQkSteps; ++step) {
+        unsigned b[2][2];
+        load_keys(keys, step, lane, b);
+        multiply_step(step, b, logits);
+      }
     }
+  }
+
+  __device__ __forceinline__ void multiply_step(int step, const unsigned (&b)[2][2], float (&logits)[2][4]) const {
+    unsigned a[4];
+    query_step(step, a);
+    mma_m16n8k16(logits[0], a, b[0][0], b[0][1]);
+    mma_m16n8k16(logits[1], a, b[1][0], b[1][1]);
+  }
+
+  // Scale, cap, bias and mask the logits of the block that begins with `key`.
+  __device__ __forceinline__ void finish_logits(const AttentionParams& params, const Tile& tile, int key, int lane, float (&logits)[2][4]) const {
     bool mask = kCustomMask || key < all_see_from || key + kBlockKeys - 1 > all_see_to;
 #pragma unroll
     for (int n = 0; n < 2; ++n) {

@@ -11,7 +11,7 @@ struct SegmentKeys {
 };
 
 // Publish the next segment in slot `count` of the work ring.
-__device__ __forceinline__ SegmentKeys publish_next(const AttentionParams& params, const Shared& shared, WorkCursor& cursor, unsigned count) {
+__device__ __forceinline__ SegmentKeys publish_next(const AttentionParams& params, const Shared& shared, WorkCursor<true>& cursor, unsigned count) {
   Tile tile = {};
   Segment segment = {};
   bool valid = cursor.next(params, tile, segment);
@@ -62,7 +62,7 @@ __device__ __forceinline__ void copy_tile(const Fa3Params& params, const TensorM
 }
 
 __device__ __forceinline__ void produce(const Fa3Params& params, const Shared& shared) {
-  WorkCursor cursor(params.base);
+  WorkCursor<true> cursor(params.base);
   if (lane_idx() == 0) tma_prefetch_map(params.k), tma_prefetch_map(params.v);
   unsigned num_published = 0, count = 0;
   SegmentKeys following = publish_next(params.base, shared, cursor, num_published++);

@@ -113,19 +113,22 @@ __device__ __forceinline__ void merge_parts(const AttentionParams& params, const
   }
 }
 
+// One of `Threads`, after they have met behind their stores of a part: announce it; true if it completed the group.
+__device__ __forceinline__ bool arrive_is_last(const AttentionParams& params, const Segment& segment, const MergeGroup& group) {
+  int* arrived = params.merge_groups + 4ll * segment.group + 2;
+  bool last = atomic_increment_acq_rel(arrived) == group.num_parts - 1;
+  // Leave the counter as the plan set it, so that the next run finds it zero.
+  if (last) *arrived = 0;
+  return last;
+}
+
 // All of `Threads`, after they stored their share of a part: announce it, and merge if it was the last of its group.
 // `is_last` is one int of shared memory; the caller synchronises before reusing it.
 template <typename Threads = CtaThreads>
 __device__ __forceinline__ void finish_part_of_group(const AttentionParams& params, const Tile& tile, const Segment& segment, const MergeGroup& group,
                                                      int* is_last) {
   Threads::sync();
-  if (Threads::index() == 0) {
-    int* arrived = params.merge_groups + 4ll * segment.group + 2;
-    bool last = atomic_increment_acq_rel(arrived) == group.num_parts - 1;
-    // Leave the counter as the plan set it, so that the next run finds it zero.
-    if (last) *arrived = 0;
-    *is_last = last;
-  }
+  if (Threads::index() == 0) *is_last = arrive_is_last(params, segment, group);
   Threads::sync();
   if (*is_last) merge_parts<Threads>(params, tile, segment, group);
 }

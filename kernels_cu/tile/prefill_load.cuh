@@ -15,10 +15,10 @@ constexpr bool kConvertQ = kRope || kFp8Kv;
 // bfloat16 reaches beyond half, so its rows are scaled by a power of two on their way to half.
 constexpr bool kScaleQRows = kMmaElement != kQElement;
 
-// From a raw product of one KV head to a logit: in the log2 domain unless a soft cap comes first.
+// From a raw product of one KV head to a logit in the log2 domain, or to a logit as a fraction of the soft cap.
 __device__ __forceinline__ float head_logit_scale(const AttentionParams& params, int kv_head) {
   float scale = params.sm_scale * (params.k_scale != nullptr ? __ldg(params.k_scale + kv_head) : 1.f);
-  return kSoftCap ? scale : scale * kLog2E;
+  return kSoftCap ? scale / params.logits_soft_cap : scale * kLog2E;
 }
 
 // A scale of zero would turn a masked -inf into NaN.
@@ -116,8 +116,9 @@ __device__ __forceinline__ void convert_q_rows(const AttentionParams& params, co
   }
 }
 
-// Every warp fills its own rows of the query tile, and only they are read by it. Synchronise the CTA before logit_scales are.
-__device__ __forceinline__ void load_q_tile(const AttentionParams& params, const Work& work, unsigned char* q_tile, const float2* turns, float* logit_scales) {
+// Every warp fills its own rows of the query tile, and reads no others. Synchronise the CTA before logit_scales are read.
+__device__ __forceinline__ void load_q_tile(const AttentionParams& params, const Work& work, unsigned char* q_tile, const float2* turns,
+                                            float* logit_scales) {
   if constexpr (kConvertQ) {
     convert_q_rows(params, work, q_tile, turns, logit_scales);
   } else {
@@ -129,14 +130,14 @@ __device__ __forceinline__ void load_q_tile(const AttentionParams& params, const
 }
 
 // Where the key this lane looks up for its warp lies; lanes l and l + 16 look up the same one. Nothing is read for keys
-// past the segment: their page may not exist.
+// that no row sees: their page may not exist.
 __device__ __forceinline__ KvSlot lane_kv_slot(const AttentionParams& params, const Work& work, int key_begin) {
   unsigned thread = recompute_from(threadIdx.x);
   int key = key_begin + static_cast<int>(thread / 32 * kWarpKeys + thread % kWarpKeys);
-  return key < work.segment.kv_end ? kv_slot(params, work.tile, key) : KvSlot{0, 0};
+  return key >= work.segment.first_seen && key < work.segment.kv_end ? kv_slot(params, work.tile, key) : KvSlot{0, 0};
 }
 
-// Start the warp's 16 rows of a K or V tile; rows past the segment's last key become zeros. `slot` is lane_kv_slot's, and
+// Start the warp's 16 rows of a K or V tile; rows of keys that no query row sees become zeros. `slot` is lane_kv_slot's, and
 // counts for paged caches only: the rows of ragged ones are one stride apart.
 template <bool kIsK>
 __device__ __forceinline__ void load_kv_tile(const AttentionParams& params, const Work& work, int key_begin, KvSlot slot, unsigned tile) {
@@ -146,7 +147,10 @@ __device__ __forceinline__ void load_kv_tile(const AttentionParams& params, cons
   static_assert(kLaneChunks >= static_cast<int>(Swizzle<kRowBytes>::kSpan) && kWarpKeys % kStepRows == 0, "steps keep within the swizzle");
   unsigned thread = recompute_from(threadIdx.x), lane_row = thread % 32 / kLaneChunks, lane_chunk = thread % kLaneChunks;
   unsigned warp_key = thread / 32 * kWarpKeys;
-  int first_key = key_begin + static_cast<int>(warp_key), num_keys = work.segment.kv_end - first_key - static_cast<int>(lane_row);
+  int first_key = key_begin + static_cast<int>(warp_key);
+  // This lane's keys that some row sees: `num_seen` of them, after the first `num_unseen`.
+  int num_unseen = work.segment.first_seen - first_key - static_cast<int>(lane_row);
+  unsigned num_seen = static_cast<unsigned>(max(0, work.segment.kv_end - work.segment.first_seen));
   if constexpr (kPaged) {
     slot = {static_cast<int>(recompute_from(slot.page)), static_cast<int>(recompute_from(slot.slot))};
   } else {
@@ -163,7 +167,7 @@ __device__ __forceinline__ void load_kv_tile(const AttentionParams& params, cons
     unsigned target = Swizzle<kRowBytes>::advance_rows(lane_target, row);
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; chunk += kLaneChunks) {
-      cp_async_16(target + chunk * 16, source + offset + chunk * 16, row < num_keys);
+      cp_async_16(target + chunk * 16, source + offset + chunk * 16, static_cast<unsigned>(row - num_unseen) < num_seen);
     }
   }
 }

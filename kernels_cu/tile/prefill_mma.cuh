@@ -108,7 +108,8 @@ __device__ __forceinline__ void compute_logits(Logits& s, unsigned q_tile, unsig
 }
 
 // Exponentials of 16 keys, summed, and packed as the left operand of a product.
-__device__ __forceinline__ void exponentials(unsigned (&p)[kRowTiles][4], const Logits& s, const float (&scale)[kThreadRows], RowState& state, int step) {
+__device__ __forceinline__ void exponentials(unsigned (&p)[kRowTiles][4], const Logits& s, const float (&scale)[kThreadRows], RowState& state,
+                                             int step) {
 #pragma unroll
   for (int r = 0; r < kThreadRows; ++r) {
 #pragma unroll

@@ -64,7 +64,8 @@ __device__ __forceinline__ void write_direct(const AttentionParams& params, cons
 }
 
 // One part: rows divided by their own denominator, in float, straight from registers.
-__device__ __forceinline__ void write_part(const AttentionParams& params, const Work& work, const MergeGroup& group, const Output& o, RowState& state) {
+__device__ __forceinline__ void write_part(const AttentionParams& params, const Work& work, const MergeGroup& group, const Output& o,
+                                           RowState& state) {
   int c = lane_idx() % 4;
   reduce_rows(state);
   long long first = part_row(group, work.tile, work.segment);

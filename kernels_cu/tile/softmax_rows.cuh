@@ -28,8 +28,8 @@ __device__ __forceinline__ float exponent_scale(const float* logit_scales, int r
 }
 
 // Soft cap, then ALiBi; the results are in the log2 domain.
-__device__ __forceinline__ void transform_logits(const AttentionParams& params, const Work& work, int key_begin, const float* logit_scales, Logits& s) {
-  float rcp_cap = kSoftCap ? 1.f / params.logits_soft_cap : 1.f;
+__device__ __forceinline__ void transform_logits(const AttentionParams& params, const Work& work, int key_begin, const float* logit_scales,
+                                                 Logits& s) {
 #pragma unroll
   for (int r = 0; r < kThreadRows; ++r) {
     float scale = logit_scales[kScaleQRows ? thread_row(r) : 0], slope = 0.f, bias = 0.f;
@@ -44,7 +44,7 @@ __device__ __forceinline__ void transform_logits(const AttentionParams& params, 
       for (int e = 0; e < 2; ++e) {
         float& x = s[r / 2][n][r % 2 * 2 + e];
         x *= scale;
-        if constexpr (kSoftCap) x = params.logits_soft_cap * kLog2E * tanh_ex2(x * rcp_cap);
+        if constexpr (kSoftCap) x = params.logits_soft_cap * kLog2E * tanh_ex2(x);
         if constexpr (kAlibi) x += fmaf(slope, static_cast<float>(n * 8 + e), bias);
       }
     }

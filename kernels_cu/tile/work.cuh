@@ -18,54 +18,71 @@ __device__ __forceinline__ Tile load_tile(const AttentionParams& params, int til
   return {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w, c.x, c.y, c.z, c.w};
 }
 
-// Keys [kv_begin, kv_end) of one unit; part `part` of merge group `group`, or the whole unit when group is -1.
+// Keys [kv_begin, kv_end) of one unit, of which those before first_seen lie left of every row's window; part `part` of merge group `group`, or the whole unit when group is -1.
 struct Segment {
   int kv_head;
   int kv_begin, kv_end;
   int group, part;
+  int first_seen;
 };
 
-// Walks the segments of this CTA. Cheap enough to keep two: one for loads that run ahead, one for arithmetic.
+// Walks the segments of this CTA. One that runs ahead of the arithmetic keeps the next segment's tile on its way, so that moving
+// on does not wait for memory; one that follows finds the tiles in L1.
+template <bool kRunsAhead>
 struct WorkCursor {
-  int num_whole_units, wave;
+  int num_whole_units, whole_unit, wave;
   int unit, iter, remaining;
   int first_group, first_part, tail_group, tail_part;
+  Tile ahead;
 
-  __device__ __forceinline__ explicit WorkCursor(const AttentionParams& params) : wave(0) {
+  __device__ __forceinline__ explicit WorkCursor(const AttentionParams& params) : whole_unit(blockIdx.x), wave(0) {
     const int4* record = reinterpret_cast<const int4*>(params.cta_work) + 2 * blockIdx.x;
     int4 a = __ldg(record), b = __ldg(record + 1);
+    // Most launches begin with whole units: ask for the first one's tile without waiting for the record that says so.
+    if constexpr (kRunsAhead) ahead = load_tile(params, min(blockIdx.x / params.num_kv_heads, params.max_tiles - 1));
     num_whole_units = a.x, unit = a.y, iter = a.z, remaining = a.w;
     first_group = b.x, first_part = b.y, tail_group = b.z, tail_part = b.w;
+    if (kRunsAhead && whole_unit >= num_whole_units) look_ahead(params);
   }
 
   // Move to the next segment; false when the share is done.
   __device__ __forceinline__ bool next(const AttentionParams& params, Tile& tile, Segment& segment) {
-    int column = (wave & 1) ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
-    int whole_unit = wave * gridDim.x + column;
+    if constexpr (!kRunsAhead) look_ahead(params);
+    tile = ahead;
     if (whole_unit < num_whole_units) {
+      segment = {whole_unit % params.num_kv_heads, tile.kv_begin, tile.kv_end, -1, 0, 0};
       ++wave;
-      tile = load_tile(params, whole_unit / params.num_kv_heads);
-      segment = {whole_unit % params.num_kv_heads, tile.kv_begin, tile.kv_end, -1, 0};
+      whole_unit = wave * gridDim.x + ((wave & 1) ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
     } else if (remaining > 0) {
-      int tile_idx = unit / params.num_kv_heads;
-      tile = load_tile(params, tile_idx);
       int taken = min(tile.num_iters() - iter, remaining);
-      remaining -= taken;
       int kv_begin = tile.kv_begin + iter * kKvTile;
-      segment = {unit - tile_idx * params.num_kv_heads, kv_begin, min(tile.kv_end, kv_begin + taken * kKvTile), first_group, first_part};
+      // What follows the first segment is whole, but for the one the share ends in.
+      bool is_tail = first_group == kFirstIsBehind && taken == remaining;
+      segment = {unit % params.num_kv_heads, kv_begin, min(tile.kv_end, kv_begin + taken * kKvTile), is_tail ? tail_group : max(first_group, -1),
+                 is_tail ? tail_part : first_part, 0};
+      first_group = kFirstIsBehind;
+      remaining -= taken;
       ++unit;
       iter = 0;
-      // What follows the first segment is whole, but for the one the share ends in.
-      bool last_is_next = remaining > 0;
-      first_group = -1;
-      if (last_is_next) {
-        Tile following = load_tile(params, unit / params.num_kv_heads);
-        if (following.num_iters() >= remaining) first_group = tail_group, first_part = tail_part;
-      }
     } else {
       return false;
     }
+    // A cache may have dropped what lies left of the window: its pages are not to be read.
+    int first_position = tile.kv_len - tile.qo_len + tile.row_begin / params.group_size;
+    segment.first_seen = params.window_left >= 0 ? max(segment.kv_begin, first_position - params.window_left) : segment.kv_begin;
     if (tile.split_group >= 0) segment.group = tile.split_group + segment.kv_head, segment.part = tile.split_part;
+    if constexpr (kRunsAhead) look_ahead(params);
     return true;
+  }
+
+ private:
+  static constexpr int kFirstIsBehind = -2;
+
+  __device__ __forceinline__ void look_ahead(const AttentionParams& params) {
+    if (whole_unit < num_whole_units) {
+      ahead = load_tile(params, whole_unit / params.num_kv_heads);
+    } else if (remaining > 0) {
+      ahead = load_tile(params, unit / params.num_kv_heads);
+    }
   }
 };

@@ -132,12 +132,9 @@ PLAN_FAULTS = [
 ]
 
 
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("fault", PLAN_FAULTS, ids=str)
+@pytest.mark.parametrize(("op", "fault"), [(op, fault) for fault in PLAN_FAULTS for op in OPS if getattr(fault, op)], ids=str)
 def test_a_wrong_argument_of_plan(fault: Fault, op: str, backend: str) -> None:
     name = getattr(fault, op)
-    if name is None:
-        return
     call = planned(op, backend)
     want = call.run()
     keywords = {**plan_keywords(call), name: fault.value}
@@ -145,8 +142,7 @@ def test_a_wrong_argument_of_plan(fault: Fault, op: str, backend: str) -> None:
         with pytest.raises(fault.error, match=fault.match) as failure:
             method(**keywords)
         assert isinstance(failure.value, CupyInferError) and isinstance(failure.value, fault.like)
-        named = "head_dim" if name == "head_dim_vo" else name.removeprefix("paged_kv_").removesuffix("_qk")
-        assert named in str(failure.value).partition(" ")[0] or "qo_indptr" in str(failure.value), failure.value
+        assert name.removesuffix("_qk") in str(failure.value)
     assert_same_bits(call.run(), want)
 
 
@@ -253,9 +249,6 @@ class Exact(Memory):
             return array
         import cupy
 
-        base = array
-        while isinstance(base.base, np.ndarray) and base.base.dtype == array.dtype:
-            base = base.base
         begin, end = np.lib.array_utils.byte_bounds(array)
         offset = begin % 16
         room = cupy.zeros(end - begin + 16, np.uint8)
@@ -324,10 +317,8 @@ def test_wrong_scales(name: str, backend: str) -> None:
     assert_same_bits(call.run(), want)
 
 
-def test_a_read_only_output(backend: str) -> None:
-    if backend != "host":
-        return  # GPU arrays have no such flag
-    call = planned("paged", backend)
+def test_a_read_only_output() -> None:
+    call = planned("paged", "host")  # GPU arrays have no such flag
     out, lse = np.zeros(call.q.shape, np.float16), np.zeros(call.q.shape[:2], np.float32)
     for array, name in ((out, "out"), (lse, "lse")):
         array.flags.writeable = False
@@ -380,7 +371,7 @@ def test_wrong_construction(backend: str) -> None:
             wrapper(kv_layout="NDH", backend=backend)
         with pytest.raises(ArgumentError, match="backend: got 'fa9', expected one of auto, fa2, fa3, host"):
             wrapper(backend="fa9")
-        with pytest.raises(ArgumentError, match="profile: got 'h900', known are .*h200"):
+        with pytest.raises(ArgumentError, match=r"profile: got 'h900', known are .*h200"):
             wrapper(profile="h900", backend=backend)
         with pytest.raises(ArgumentTypeError, match="profile: got int"):
             wrapper(profile=90, backend=backend)

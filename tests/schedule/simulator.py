@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -136,16 +137,16 @@ def check_merge_groups(placed: Placed, segments: list[Segment]) -> None:
         assert sorted(segment.part for segment in parts) == list(range(num_parts))
         assert num_parts >= 2
         parts.sort(key=lambda segment: segment.part)
-        assert all(left.kv_end == right.kv_begin for left, right in zip(parts, parts[1:], strict=False))
+        assert all(left.kv_end == right.kv_begin for left, right in pairwise(parts))
         owners = {
-            (segment.head, *(placed.tiles[segment.tile][name] for name in ("request", "row_begin", "num_rows", "q_begin"))) for segment in parts
+            (segment.head, *(placed.tiles[segment.tile][name] for name in ("request", "row_begin", "num_rows", "q_begin")))
+            for segment in parts
         }
         assert len(owners) == 1
         rows.append((first_row, first_row + num_parts * owners.pop()[3]))
     rows.sort()
     assert [begin for begin, _ in rows] == [0, *(end for _, end in rows)][: len(rows)]
     assert (rows[-1][1] if rows else 0) == placed.info.num_partial_rows
-    # Partial outputs come first, so the bytes between the two regions tell the width of a row.
     assert placed.info.partial_lse_offset + 4 * placed.info.num_partial_rows <= placed.info.float_bytes
 
 
@@ -158,7 +159,14 @@ def visible_keys(qo_len: int, kv_len: int, group_size: int, causal: bool, window
 
 
 def check_cover(
-    placed: Placed, segments: list[Segment], qo_lens: list[int], kv_lens: list[int], num_kv_heads: int, group_size: int, causal: bool, window: int
+    placed: Placed,
+    segments: list[Segment],
+    qo_lens: list[int],
+    kv_lens: list[int],
+    num_kv_heads: int,
+    group_size: int,
+    causal: bool,
+    window: int,
 ) -> None:
     """Every (request, KV head, packed row, visible key) belongs to exactly one segment, and no segment leaves its request."""
     by_pair = defaultdict(list)
@@ -174,7 +182,7 @@ def check_cover(
             for segment in by_pair[request, head]:
                 tile = placed.tiles[segment.tile]
                 rows = slice(tile["row_begin"], tile["row_begin"] + tile["num_rows"])
-                assert 0 <= segment.kv_begin
+                assert segment.kv_begin >= 0
                 assert segment.kv_end <= kv_len
                 assert rows.stop <= len(begin)
                 times[rows, segment.kv_begin : segment.kv_end] += 1
@@ -185,7 +193,14 @@ def check_cover(
 
 
 def check_tiles(
-    placed: Placed, q_begin: list[int], kv_base: list[int], qo_lens: list[int], kv_lens: list[int], group_size: int, causal: bool, window: int
+    placed: Placed,
+    q_begin: list[int],
+    kv_base: list[int],
+    qo_lens: list[int],
+    kv_lens: list[int],
+    group_size: int,
+    causal: bool,
+    window: int,
 ) -> None:
     """Tile records repeat the batch, and start and end with the key blocks that some row sees."""
     kv_tile = placed.info.kv_tile

@@ -21,6 +21,8 @@ from cupyinfer.schedule.geometry import (
     paged_prefill_geometry,
     ragged_prefill_geometry,
 )
+from cupyinfer.schedule.planner import PlanShape, draft_plan
+from cupyinfer.schedule.profile import PROFILES
 from tests.schedule.batches import offsets
 
 
@@ -82,7 +84,10 @@ BAD: list[tuple[Callable[[], Any], str]] = [
     (lambda: paged_prefill_geometry(ints(0, 5, 3), ints(0, 1, 2), ints(1, 1), 16), "^qo_indptr: decreases from 5 to 3 at entry 2$"),
     (lambda: paged_prefill_geometry(ints(0, 1), ints(0, -1), ints(1), 16), "^paged_kv_indptr: decreases from 0 to -1 at entry 1$"),
     (lambda: paged_prefill_geometry(ints(0, 1), ints(0, 1), ints(17), 16), "^paged_kv_last_page_len: request 0 has 17"),
-    (lambda: paged_prefill_geometry(ints(0, 1), ints(0, 1), ints(), 16), "^paged_kv_last_page_len: has 0 entries, paged_kv_indptr describes 1"),
+    (
+        lambda: paged_prefill_geometry(ints(0, 1), ints(0, 1), ints(), 16),
+        "^paged_kv_last_page_len: has 0 entries, paged_kv_indptr describes 1",
+    ),
     (lambda: ragged_prefill_geometry(ints(0, 1), ints(0, 1, 2)), "^kv_indptr: has 3 entries, qo_indptr has 2; both need batch_size [+] 1$"),
     (lambda: ragged_prefill_geometry(ints(0, 1), ints(0, 2**31 - 1)), f"^kv_indptr: request 0 has {2**31 - 1} keys, supported"),
     (lambda: ragged_prefill_geometry(ints(0, 1, 2), ints(0, 9, 4)), "^kv_indptr: decreases from 9 to 4 at entry 2$"),
@@ -102,6 +107,15 @@ def test_bad_batches_name_what_is_wrong(call: Callable[[], Any], message: str) -
 
 def test_a_request_without_pages_may_have_any_last_page_length() -> None:
     assert decode(ints(0, 0, 1, 1), ints(16, 16, 0)).kv_len.tolist() == [0, 16, 0]
+
+
+def test_packed_rows_fit_32_bits() -> None:
+    wide = PlanShape(False, 64, 1, 128, 128)
+    with pytest.raises(
+        ArgumentError,
+        match=r"^qo_indptr: request 1 has 40000000 query tokens of 64 heads per KV head, supported are up to 33553407 tokens$",
+    ):
+        draft_plan(ragged_prefill_geometry(ints(0, 1, 40000001), ints(0, 1, 2)), wide, PROFILES["h200"])
 
 
 def test_the_longest_request() -> None:
@@ -127,7 +141,7 @@ def test_lists_and_strided_arrays() -> None:
 
 @pytest.mark.parametrize("values", [[0.0, 1.0], np.zeros(2, np.float32), np.zeros(2, bool), ["a"], [None]])
 def test_only_integers(values: Any) -> None:
-    with pytest.raises(ArgumentTypeError, match="^indptr: got .*, expected int32 or int64$") as caught:
+    with pytest.raises(ArgumentTypeError, match=r"^indptr: got .*, expected int32 or int64$") as caught:
         host_integers(values, "indptr")
     assert isinstance(caught.value, TypeError)
 
@@ -140,5 +154,5 @@ def test_only_one_dimension(values: Any) -> None:
 
 @pytest.mark.parametrize("values", [[[1, 2], [3]], np.array([0, 2**64 - 1], np.uint64)])
 def test_what_is_no_array_of_64_bit_integers(values: Any) -> None:
-    with pytest.raises(CupyInferError, match="^indptr: "):
+    with pytest.raises(CupyInferError, match=r"^indptr: "):
         host_integers(values, "indptr")

@@ -43,9 +43,12 @@ class Memory:
         return np.asarray(cupy.asnumpy(array))
 
     def write(self, destination: Any, values: Array) -> None:
-        """Replace the contents of a contiguous array."""
+        """Replace the contents of a contiguous array, before anything queued later on any stream."""
         if self.on_gpu:
+            import cupy
+
             destination.set(values)
+            cupy.cuda.Device().synchronize()
         else:
             destination[...] = values
 

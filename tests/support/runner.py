@@ -10,7 +10,9 @@ import numpy.typing as npt
 import pytest
 
 import cupyinfer
+from cupyinfer.backends.device import read_profile
 from cupyinfer.dtypes import numpy_dtype
+from cupyinfer.schedule.profile import HOST_PROFILE
 from cupyinfer.workspace import WorkspaceSize
 from tests.support.batches import Case, Data, tiny_case
 from tests.support.compare import assert_attention_close
@@ -112,12 +114,41 @@ def _run_options(data: Data, memory: Memory) -> dict[str, Any]:
     return {name: memory.put(scale) if isinstance(scale, np.ndarray) else scale for name, scale in scales.items()}
 
 
+def bound_of(case: Case, data: Data, backend: str) -> WorkspaceSize:
+    """What `workspace_bound` says suffices for every batch no larger than this one."""
+    values = [
+        4 * case.heads[0]
+        for given in (data.sinks, data.slopes if case.slopes else case.pos_encoding == "ALIBI" or None)
+        if given is not None
+    ]
+    values += [array.nbytes for array in data.mask_arguments().values()]
+    if case.mask == "bool" and data.masks is not None:
+        values[-1] = sum(-(-mask.size // 8) for mask in data.masks)
+    limits = cupyinfer.WorkspaceLimits(
+        kind="decode" if case.op == "decode" else "prefill",
+        max_batch_size=len(case.kv_lens),
+        num_qo_heads=case.heads[0],
+        num_kv_heads=case.heads[1],
+        head_dim=case.head_dims[0],
+        head_dim_vo=case.head_dims[1],
+        max_num_qo_tokens=sum(case.queries),
+        max_num_pages=len(data.indices) if case.paged else None,
+        page_size=case.page_size if case.paged else 1,
+        kv_data_type=case.cache_dtype,
+        fixed_split_size=case.fixed_split_size,
+        disable_split_kv=case.disable_split_kv,
+        max_kv_len=max(case.kv_lens, default=0),
+        value_bytes=sum(-(-num_bytes // 16) * 16 for num_bytes in values) if values else None,
+    )
+    return cupyinfer.workspace_bound(limits, HOST_PROFILE if backend == "host" else read_profile(0))
+
+
 def run_case(case: Case, backend: str, **construct: Any) -> tuple[Array, Array]:
     """Size, allocate exactly, plan, run, and check.
 
-    Checked: plan uses the reported bytes; output and log-sum-exp are within bounds of the oracle; nothing outside outputs and
-    workspaces is written; a second run is equal bit for bit, whatever the float workspace holds by then; workspaces one byte shorter are
-    refused by name and change nothing.
+    Checked: plan uses the reported bytes, and no more than the bound for its limits; output and log-sum-exp are close to the oracle;
+    nothing outside outputs and workspaces is written; a second run is equal bit for bit, whatever the float workspace holds by then;
+    workspaces one byte shorter are refused by name and change nothing.
 
     Returns:
         The output and log-sum-exp on the host.
@@ -126,6 +157,8 @@ def run_case(case: Case, backend: str, **construct: Any) -> tuple[Array, Array]:
     call.plan()
     info = call.wrapper.plan_info
     assert (info.float_bytes, info.int_bytes) == tuple(call.size)
+    bound = bound_of(case, call.data, backend)
+    assert call.size.float_bytes <= bound.float_bytes and call.size.int_bytes <= bound.int_bytes, (call.size, bound)
     result = call.run()
     call.check(result)
     for garbage in (0x00, 0x7F):

@@ -109,7 +109,9 @@ def test_buffers_of_any_dtype_and_shape(dtype: Any, shape: tuple[int, ...]) -> N
 @pytest.mark.parametrize("past", range(1, WORKSPACE_ALIGNMENT))
 def test_unaligned_buffers_are_refused(past: int) -> None:
     buffer = aligned_bytes(64, past=past)
-    with pytest.raises(WorkspaceError, match=rf"^int_workspace_buffer: begins {past} bytes past a multiple of 16, it needs 16-byte alignment$"):
+    with pytest.raises(
+        WorkspaceError, match=rf"^int_workspace_buffer: begins {past} bytes past a multiple of 16, it needs 16-byte alignment$"
+    ):
         AlignedAllocator(buffer, "int_workspace_buffer")
     with pytest.raises(WorkspaceError, match="int_workspace_buffer"):
         check_alignment(buffer, "int_workspace_buffer")
@@ -150,7 +152,9 @@ def test_counting_has_no_memory() -> None:
     assert allocator.num_allocated_bytes == 0
 
 
-@pytest.mark.parametrize(("size", "alignment", "message"), [(-1, 16, "-1 bytes"), (8, 0, "alignment 0"), (8, 12, "alignment 12"), (8, -16, "alignment -16")])
+@pytest.mark.parametrize(
+    ("size", "alignment", "message"), [(-1, 16, "-1 bytes"), (8, 0, "alignment 0"), (8, 12, "alignment 12"), (8, -16, "alignment -16")]
+)
 def test_senseless_regions(size: int, alignment: int, message: str) -> None:
     for allocator in (AlignedAllocator(), AlignedAllocator(aligned_bytes(64))):
         with pytest.raises(ArgumentError, match=f"tiles: .*{message}"):

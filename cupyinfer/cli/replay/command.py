@@ -19,6 +19,7 @@ from cupyinfer.cli.replay.summary import replay_report
 from cupyinfer.cli.replay.trace import fit_trace, read_trace
 from cupyinfer.errors import BackendUnavailable, CompileError
 from cupyinfer.jit.ahead import compile_variants
+from cupyinfer.jit.variant import HelperVariant, KernelVariant
 from cupyinfer.schedule.tiles import CTA_TILE_Q, max_tile_q
 
 _DESCRIPTION = """\
@@ -141,7 +142,10 @@ def _memory(backend: str) -> Memory:
 def _compile(shape: ModelShape, memory: Memory) -> None:
     """Have the kernels of this replay in the cache, so that plan times are those of a warm start."""
     decode, prefill = shape.options(decode=True), shape.options(decode=False, causal=True)
-    variants = {decode.variant(16 if shape.num_qo_heads // shape.num_kv_heads <= 16 else 64, False)}
+    variants: set[KernelVariant] = {
+        decode.variant(16 if shape.num_qo_heads // shape.num_kv_heads <= 16 else 64, False),
+        HelperVariant("append_paged_kv_cache"),
+    }
     variants |= {prefill.variant(tile_q, False) for tile_q in CTA_TILE_Q if tile_q <= max_tile_q(shape.head_dim)}
     with progress(len(variants), "compiling", "kernel") as advance:
         outcomes = compile_variants(variants, [memory.profile.arch], lambda outcome, done, of: advance(1))

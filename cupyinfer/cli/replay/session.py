@@ -114,7 +114,6 @@ class ReplaySession:
             stats.faults.append(f"{where}: workspace_size said {tuple(size)} bytes, the plan uses {tuple(used)}")
         self._append(batch)
         q, out, lse = self._values.queries(batch.num_tokens), *self._outputs(batch.num_tokens)
-        # The append is still under way when the clock is started, so that launching costs no time on it.
         _, run_seconds = memory.seconds(lambda: wrapper.run(q, self._cache, out=out, lse=lse))
         stats.faults += [f"{where}: {fault}" for fault in workspaces.damaged()]
         stats.record(batch, size, plan_seconds, run_seconds)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,9 @@ def replay_report(
 ) -> Report:
     """Everything a replay found; exit code 1 if any of it is wrong."""
     bounds = {kind: _bound(kind, config, profile, backend) for kind in stats.kinds}
+    for kind, measured in stats.kinds.items():
+        if measured.peak_float_bytes > bounds[kind].float_bytes or measured.peak_int_bytes > bounds[kind].int_bytes:
+            stats.faults.append(f"{kind}: the largest step exceeds the bound for the limits")
     plan_p50, plan_p99 = np.percentile(stats.plan_seconds, (50, 99)) * 1e3
     data = {
         "trace": str(trace),
@@ -46,9 +50,9 @@ def replay_report(
         "fixed_reserve": RESERVE._asdict(),
         "accuracy": {
             "rows": stats.accuracy.num_rows,
-            "worst_error": stats.accuracy.worst_error,
-            "worst_error_over_tolerance": stats.accuracy.worst_ratio,
-            "worst_lse_error_over_tolerance": stats.accuracy.worst_lse_ratio,
+            "worst_error": _finite(stats.accuracy.worst_error),
+            "worst_error_over_tolerance": _finite(stats.accuracy.worst_ratio),
+            "worst_lse_error_over_tolerance": _finite(stats.accuracy.worst_lse_ratio),
             "mismatches": len(stats.accuracy.mismatches),
             "first_mismatches": stats.accuracy.mismatches[:_MAX_LISTED],
         },
@@ -58,6 +62,11 @@ def replay_report(
     return Report(
         data, _text(trace, fitted, config, profile, backend, stats, data, bounds), int(bool(stats.accuracy.mismatches or stats.faults))
     )
+
+
+def _finite(value: float) -> float | None:
+    """JSON has no infinity, the error of a result that is no number."""
+    return value if math.isfinite(value) else None
 
 
 def _bound(kind: str, config: ReplayConfig, profile: DeviceProfile, backend: str) -> WorkspaceSize:

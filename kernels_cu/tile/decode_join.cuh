@@ -1,0 +1,186 @@
+// SPDX-License-Identifier: Apache-2.0
+// The end of a segment of a 16-row tile: warps leave their states in shared memory and go on; they write the result out together
+// when each of them has come to the end of its next segment, so that no warp waits for another.
+#pragma once
+
+#include "tile/decode_state.cuh"
+
+constexpr int kColumnGroups = kHeadDimVo / 16;
+
+// What the warps leave behind of one segment. A thread's columns lie 32 words apart: a warp's access is one row of banks.
+struct JoinSpace {
+  float columns[kNumWarps][kColumnGroups * 8][32];
+  float row_max[kNumWarps][16];
+  float row_sum[kNumWarps][16];
+};
+
+// One segment on its way out, in static shared memory.
+struct JoinRecord {
+  Tile tile;
+  Segment segment;
+  MergeGroup group;
+  bool completes_group;
+};
+
+// Rows g and g + 8 over all warps: how much each warp counts, and how the rows finish.
+template <int kRows>
+struct JoinedRows {
+  float weight[kNumWarps][kRows];
+  RowFinish finish[kRows];
+
+  __device__ __forceinline__ JoinedRows(const AttentionParams& params, const JoinRecord& record, const JoinSpace& space, int g) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      float joint_max = neg_inf();
+#pragma unroll
+      for (int w = 0; w < kNumWarps; ++w) joint_max = fmaxf(joint_max, weight[w][r] = space.row_max[w][g + 8 * r]);
+      float reference = joint_max == neg_inf() ? 0.f : joint_max;
+      float joint_sum = 0.f;
+#pragma unroll
+      for (int w = 0; w < kNumWarps; ++w) {
+        weight[w][r] = ex2(weight[w][r] - reference);
+        joint_sum += space.row_sum[w][g + 8 * r] * weight[w][r];
+      }
+      int kv_head = record.segment.kv_head;
+      finish[r] = record.segment.group < 0 && g + 8 * r < record.tile.num_rows
+                      ? finish_row(params, make_row(params, record.tile, kv_head, g + 8 * r), kv_head, joint_max, joint_sum)
+                      : finish_part(joint_max, joint_sum);
+    }
+  }
+};
+
+// 16 neighbouring columns of one row as this thread has them: columns 2c, 2c + 1 of two output tiles.
+__device__ __forceinline__ void write_columns(const AttentionParams& params, const JoinRecord& record, int row_in_tile, int group, int c,
+                                              const float (&even)[2], const float (&odd)[2]) {
+  if (record.segment.group < 0) {
+    unsigned short* o = output_row(params, record.tile, make_row(params, record.tile, record.segment.kv_head, row_in_tile)) + group * 16;
+    if constexpr (kFp8) {
+      // Even and odd dimensions come from different tiles: together a thread has four neighbours.
+      *reinterpret_cast<uint2*>(o + 4 * c) = {pack_pair<kQElement>(even[0], odd[0]), pack_pair<kQElement>(even[1], odd[1])};
+    } else {
+      *reinterpret_cast<unsigned*>(o + 2 * c) = pack_pair<kQElement>(even[0], even[1]);
+      *reinterpret_cast<unsigned*>(o + 8 + 2 * c) = pack_pair<kQElement>(odd[0], odd[1]);
+    }
+  } else {
+    long long part = part_row(record.group, record.tile, record.segment) + row_in_tile;
+    float* o = params.partial_o + part * kHeadDimVo + group * 16;
+    if constexpr (kFp8) {
+      *reinterpret_cast<float4*>(o + 4 * c) = {even[0], odd[0], even[1], odd[1]};
+    } else {
+      *reinterpret_cast<float2*>(o + 2 * c) = {even[0], even[1]};
+      *reinterpret_cast<float2*>(o + 8 + 2 * c) = {odd[0], odd[1]};
+    }
+  }
+}
+
+// Sum the columns over the warps, in order, and write them: each warp takes every kNumWarps-th group of 16.
+template <int kRows>
+__device__ __forceinline__ void write_joined(const AttentionParams& params, const JoinRecord& record, const JoinSpace& space, int warp, int lane) {
+  int g = lane / 4, c = lane % 4;
+  JoinedRows<kRows> joined(params, record, space, g);
+  for (int group = warp; group < kColumnGroups; group += kNumWarps) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      float columns[2][2] = {};
+#pragma unroll
+      for (int w = 0; w < kNumWarps; ++w) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+#pragma unroll
+          for (int j = 0; j < 2; ++j) columns[half][j] += space.columns[w][group * 8 + half * 4 + 2 * r + j][lane] * joined.weight[w][r];
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < 2; ++j) columns[0][j] *= joined.finish[r].scale, columns[1][j] *= joined.finish[r].scale;
+      if (g + 8 * r < record.tile.num_rows) write_columns(params, record, g + 8 * r, group, c, columns[0], columns[1]);
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    if (warp != 0 || c != 0 || g + 8 * r >= record.tile.num_rows) continue;
+    if (record.segment.group < 0) {
+      store_lse(params, record.tile, make_row(params, record.tile, record.segment.kv_head, g + 8 * r), joined.finish[r].lse);
+    } else {
+      params.partial_lse[part_row(record.group, record.tile, record.segment) + g + 8 * r] = joined.finish[r].lse;
+    }
+  }
+}
+
+// A record is read last while segment n + 2 is written out, and a warp may then be one segment ahead of the others.
+constexpr int kJoinRecords = 4;
+
+// The segments of a CTA on their way out. The barrier of segment n ends a phase when every warp has left its state. Behind that
+// barrier a warp knows that all warps have written segment n - 1, whose part is then announced, and that every thread can see
+// whether segment n - 2 completed its group.
+struct JoinQueue {
+  JoinSpace* spaces;
+  JoinRecord* records;
+  unsigned barriers;  // kJoinSlots of them
+  int warp, lane;
+  int count;          // segments left behind so far
+
+  static __device__ __forceinline__ void init(unsigned barriers) {
+    for (int i = 0; i < 2; ++i) mbarrier_init(barriers + 8 * i, kNumWarps);
+  }
+
+  // Leave this warp's state behind, and write out the segment before.
+  __device__ __forceinline__ void leave(const AttentionParams& params, const Tile& tile, const Segment& segment, const MergeGroup& group,
+                                        const WarpState& state) {
+    if (kJoinSlots == 2 && count > 0) write(params, count - 1);
+    if (kJoinSlots == 1) __syncthreads();  // the only space may still be read
+    JoinSpace& space = spaces[count % kJoinSlots];
+#pragma unroll
+    for (int n = 0; n < kOutputTiles; ++n) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        if (j < 2 || tile.num_rows > 8) space.columns[warp][n * 4 + j][lane] = state.o[n][j];
+      }
+    }
+    if (lane % 4 == 0) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) space.row_max[warp][lane / 4 + 8 * r] = state.row_max[r], space.row_sum[warp][lane / 4 + 8 * r] = state.row_sum[r];
+    }
+    if (threadIdx.x == 0) records[count % kJoinRecords] = {tile, segment, group, false};
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(barriers + count % 2 * 8);
+    ++count;
+    if (kJoinSlots == 1) write(params, count - 1);
+  }
+
+  // Write out what is left. All threads of the CTA.
+  __device__ __forceinline__ void drain(const AttentionParams& params) {
+    if (count == 0) return;
+    if (kJoinSlots == 2) write(params, count - 1);
+    __syncthreads();
+    if (threadIdx.x == 0) announce(params, count - 1);
+    __syncthreads();
+    if (count > 1) merge_if_complete(params, count - 2);
+    merge_if_complete(params, count - 1);
+  }
+
+ private:
+  // Wait until every warp has left segment n behind, and write this warp's columns of it.
+  __device__ __forceinline__ void write(const AttentionParams& params, int n) {
+    mbarrier_wait(barriers + n % 2 * 8, n / 2 % 2);
+    if (n > 1) merge_if_complete(params, n - 2);
+    if (n > 0 && threadIdx.x == 0) announce(params, n - 1);
+    const JoinRecord& record = records[n % kJoinRecords];
+    const JoinSpace& space = spaces[n % kJoinSlots];
+    if (record.tile.num_rows <= 8) {
+      write_joined<1>(params, record, space, warp, lane);
+    } else {
+      write_joined<2>(params, record, space, warp, lane);
+    }
+  }
+
+  // One thread, once every warp has written its columns of segment n.
+  __device__ __forceinline__ void announce(const AttentionParams& params, int n) {
+    JoinRecord& record = records[n % kJoinRecords];
+    if (record.segment.group >= 0) record.completes_group = arrive_is_last(params, record.segment, record.group);
+  }
+
+  __device__ __forceinline__ void merge_if_complete(const AttentionParams& params, int n) {
+    const JoinRecord& record = records[n % kJoinRecords];
+    if (record.completes_group) merge_parts(params, record.tile, record.segment, record.group);
+  }
+};

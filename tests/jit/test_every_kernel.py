@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every standard kernel for every arch, and kernels of every feature on some arch, compile with no GPU, no spill and no warning.
+
+Cubins go to the cache that all tests share, so only a changed kernel is compiled again, and a GPU run begins with a warm cache.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from cupyinfer.jit.ahead import standard_variants
+from cupyinfer.jit.cache import default_cache
+from cupyinfer.jit.source import kernel_source
+from cupyinfer.jit.variant import POS_ENCODINGS, AttentionVariant, KernelVariant
+from cupyinfer.schedule.profile import ARCHS, profile_for_arch
+from cupyinfer.schedule.tiles import CTA_TILE_Q, HEAD_DIMS, max_tile_q
+
+# The machine number of a CUDA program in an ELF header.
+_EM_CUDA = 190
+
+
+def feature_variants() -> tuple[AttentionVariant, ...]:
+    """Kernels beyond the standard ones: each tile, paged and ragged, with every cache type, width, mask, cap and position encoding.
+
+    Features take turns instead of multiplying: every value of a feature meets every tile, and every other value of most features.
+    """
+    caches = (("float16", "float8_e4m3fn"), ("bfloat16", "bfloat16"), ("bfloat16", "float8_e5m2"), ("float16", "float16"))
+    found = []
+    for at, (tile, paged, (qk, vo)) in enumerate(itertools.product(CTA_TILE_Q, (True, False), HEAD_DIMS)):
+        if tile > max_tile_q(vo):
+            continue
+        q_dtype, kv_dtype = caches[at % 4]
+        found.append(
+            AttentionVariant(
+                q_dtype,
+                kv_dtype,
+                qk,
+                vo,
+                tile,
+                paged,
+                custom_mask=not paged or at % 2 == 0,
+                soft_cap=at % 3 == 0,
+                pos_encoding=POS_ENCODINGS[at % 3],
+            )
+        )
+    return tuple(found)
+
+
+def check(variant: KernelVariant, arch: str) -> None:
+    kernel = default_cache().get(kernel_source(variant, profile_for_arch(arch)), arch)
+    assert kernel.report.clean, f"{variant} on {arch}: {kernel.report}"
+    assert kernel.report.registers <= 255
+    assert kernel.cubin[:4] == b"\x7fELF" and int.from_bytes(kernel.cubin[18:20], "little") == _EM_CUDA
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("variant", standard_variants(), ids=str)
+def test_standard_kernel(variant: KernelVariant, arch: str) -> None:
+    check(variant, arch)
+
+
+@pytest.mark.parametrize(("variant", "arch"), [(variant, ARCHS[at % len(ARCHS)]) for at, variant in enumerate(feature_variants())], ids=str)
+def test_feature_kernel(variant: AttentionVariant, arch: str) -> None:
+    check(variant, arch)
+
+
+def test_every_feature_is_compiled() -> None:
+    variants = feature_variants()
+    for tile in CTA_TILE_Q:
+        of_tile = [variant for variant in variants if variant.cta_tile_q == tile]
+        assert {variant.pos_encoding for variant in of_tile} == set(POS_ENCODINGS)
+        assert {variant.kv_dtype for variant in of_tile} >= {"float8_e4m3fn", "float8_e5m2"}
+        for feature in ("paged", "custom_mask", "soft_cap"):
+            assert {getattr(variant, feature) for variant in of_tile} == {True, False}
