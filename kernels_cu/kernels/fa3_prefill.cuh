@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention on Hopper: one producer warp copies K and V tiles in bulk, warpgroups of 64 packed query rows each multiply them.
+// Attention on Hopper: warpgroup 0 moves data, K and V tiles in bulk, the others multiply them with 64 packed query rows each.
 #pragma once
 
 #include "tile/fa3_consumer.cuh"
 #include "tile/fa3_producer.cuh"
+#include "tile/fa3_rows.cuh"
 
 template <int kRegisters>
 __device__ __forceinline__ void give_up_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters)); }
@@ -17,7 +18,14 @@ extern "C" __global__ void __launch_bounds__(kCtaThreads, 1) attention(const __g
   __syncthreads();
   if (threadIdx.x < kWarpgroupThreads) {
     give_up_registers<kProducerRegisters>();
-    if (threadIdx.x < 32) produce(params, shared);
+    int warp = threadIdx.x / 32;
+    if (warp == kKWarp) {
+      produce_k(params, shared);
+    } else if (warp == kVWarp) {
+      produce_v(params, shared);
+    } else {
+      carry_rows(params.base, shared, warp - kFirstRowsWarp);
+    }
   } else {
     take_registers<kConsumerRegisters>();
     Consumer(params, shared).consume();

@@ -2,6 +2,8 @@
 // Barriers in shared memory that count arrivals and bytes of bulk copies, named barriers, and the fence between both worlds.
 #pragma once
 
+#include "ptx/sync.cuh"
+
 __device__ __forceinline__ void mbarrier_init(unsigned barrier, unsigned arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
@@ -9,17 +11,13 @@ __device__ __forceinline__ void mbarrier_init(unsigned barrier, unsigned arrival
 // One thread, after it initialised barriers and before the CTA synchronises: bulk copies may then count on them.
 __device__ __forceinline__ void mbarrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
-__device__ __forceinline__ void mbarrier_arrive(unsigned barrier) {
-  asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
 // Arrive once, and hold the phase until `bytes` more have been copied.
 __device__ __forceinline__ void mbarrier_arrive_expect(unsigned barrier, unsigned bytes) {
   asm volatile("mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-// Wait until the phase of that parity is complete. A fresh barrier counts as having completed a phase of parity 1.
-__device__ __forceinline__ void mbarrier_wait(unsigned barrier, unsigned parity) {
+// As mbarrier_wait, but the thread sleeps while it waits.
+__device__ __forceinline__ void mbarrier_sleep(unsigned barrier, unsigned parity) {
   asm volatile(
       "{\n"
       ".reg .pred done;\n"

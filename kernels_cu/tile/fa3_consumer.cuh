@@ -3,7 +3,6 @@
 #pragma once
 
 #include "tile/fa3_output.cuh"
-#include "tile/fa3_query.cuh"
 
 // Warpgroups take turns to issue products, so that one's softmax runs under the other's. Wide heads have enough products of their own.
 constexpr bool kTakeTurns = kHeadDimVo <= 128;
@@ -11,6 +10,8 @@ constexpr bool kTakeTurns = kHeadDimVo <= 128;
 constexpr unsigned long long kRowsAreColumns = wgmma_descriptor_base(16), kRowsAreSummed = wgmma_descriptor_base(kKvBlockBytes);
 
 __device__ __forceinline__ void multiply_qk(Logits& s, unsigned q_tile, unsigned k_tile) {
+  // Descriptors are made where they are used: kept for the whole kernel, they would not all fit in registers.
+  asm volatile("" : "+r"(q_tile));
   unsigned long long q = wgmma_descriptor(kRowsAreColumns, q_tile), k = wgmma_descriptor(kRowsAreColumns, k_tile);
 #pragma unroll
   for (int step = 0; step < kHeadDimQk / 16; ++step) {
@@ -32,6 +33,8 @@ struct Consumer {
   Shared shared;
   int index, warp;      // of the warpgroup among consumers, of the warp in it
   unsigned count = 0;   // tiles of the CTA whose products are done
+  unsigned slot = 0;    // of the current segment
+  unsigned num_queries = 0, num_outputs = 0;  // segments whose products with queries are done, outputs staged
 
   __device__ __forceinline__ Consumer(const Fa3Params& params, const Shared& shared)
       : params(params), shared(shared), index(threadIdx.x / kWarpgroupThreads - 1), warp(threadIdx.x / 32 % 4) {}
@@ -68,26 +71,32 @@ struct Consumer {
     sync_warpgroup(index);
   }
 
-  // All keys of a segment. On return nothing is in flight but the queries of the next segment.
-  __device__ __forceinline__ void attend(const QueuedWork& work, unsigned slot, RowState& state, Output& o) {
-    unsigned q_tile = shared.q_tile(index);
-    ThreadRows rows(params.base, work, index, warp);
-    int key_begin = work.segment.kv_begin, num_tiles = (work.segment.kv_end - key_begin + kKvTile - 1) / kKvTile;
-    Logits s;
-    Weights p;
-    float rescale[2];
+  // The first tile of a segment, with nothing else in flight: its queries are waited for, its weights are ready on return.
+  __device__ __forceinline__ void begin_segment(const QueuedWork& work, ThreadRows& rows, Logits& s, Weights& p, RowState& state, Output& o) {
+    rows = ThreadRows(params.base, work, index, warp);
+    state = {{kNoMax, kNoMax}, {0.f, 0.f}};
+#pragma unroll
+    for (int i = 0; i < kHeadDimVo / 2; ++i) o[i] = 0.f;
+    wait_for_queries();
     wait_full(shared, kKFull, count);
     wgmma_fence();
-    multiply_qk(s, q_tile, shared.k_tile(count));
+    multiply_qk(s, shared.q_tile(index, num_queries), shared.k_tile(count));
     wgmma_wait<0>();
     bind_registers(s);
     release(kKEmpty, count);
-    finish_logits(params.base, rows, key_begin, s);
+    finish_logits(params.base, rows, work.segment.kv_begin, s);
+    float rescale[2];
     update_softmax(rows, s, state, rescale);
     pack_weights(s, p);
+  }
+
+  // The remaining products with keys, but for the last one with values.
+  __device__ __forceinline__ void continue_segment(const QueuedWork& work, const ThreadRows& rows, Logits& s, Weights& p, RowState& state, Output& o) {
+    unsigned q_tile = shared.q_tile(index, num_queries);
+    int key_end = work.segment.kv_end;
 #pragma unroll 1
-    for (int tile = 1; tile < num_tiles; ++tile) {
-      key_begin += kKvTile;
+    for (int key_begin = work.segment.kv_begin + kKvTile; key_begin < key_end; key_begin += kKvTile) {
+      float rescale[2];
       wait_full(shared, kKFull, count + 1);
       begin_turn();
       wgmma_fence();
@@ -110,67 +119,124 @@ struct Consumer {
       rescale_output(o, rescale);
       ++count;
     }
-    if constexpr (kPrefetchQ) load_following_q(slot);
+    if (threadIdx.x % kWarpgroupThreads == 0) mbarrier_arrive(shared.barrier(kQEmpty + shared.q_buffer(index, num_queries)));
+    ++num_queries;
+  }
+
+  // The last product of a segment, and its rows on their way out.
+  __device__ __forceinline__ void end_segment(const QueuedWork& work, const Weights& p, RowState& state, Output& o) {
     wait_full(shared, kVFull, count);
-    clear_missing_values(work, key_begin, shared.v_tile(count));
+    clear_missing_values(work, last_tile(work), shared.v_tile(count));
     wgmma_fence();
     multiply_pv(o, p, shared.v_tile(count));
     wgmma_wait<0>();
     bind_registers(o);
     release(kVEmpty, count);
     ++count;
-  }
-
-  // Wait for the segment in slot `slot` of the work ring.
-  __device__ __forceinline__ const QueuedWork& wait_for_work(unsigned slot) const {
-    mbarrier_wait(shared.barrier(kWorkFull + slot % kWorkSlots), slot / kWorkSlots & 1);
-    return shared.control->works[slot % kWorkSlots];
-  }
-
-  // Start copying the next segment's queries; every product with this one's is done.
-  __device__ __forceinline__ void load_following_q(unsigned slot) const {
-    sync_warpgroup(index);
-    const QueuedWork& following = wait_for_work(slot + 1);
-    if (following.valid) load_q_rows(params.base, following, shared.q_tile(index), index, warp);
-  }
-
-  __device__ __forceinline__ void write(const QueuedWork& work, const Output& o, RowState& state) const {
     if (work.segment.group < 0) {
-      if constexpr (!kPrefetchQ) sync_warpgroup(index);
-      unsigned char* control = reinterpret_cast<unsigned char*>(shared.control);
-      unsigned char* staging = control - kControlOffset + (shared.o_tile(index) - shared.base) + warp * kWarpRows * kORowBytes;
-      write_direct(params.base, work, o, state, index, warp, staging);
+      stage(work, o, state);
     } else {
       write_part(params.base, work, o, state, index, warp);
       finish_part_of_group<ConsumerThreads>(params.base, work.tile, work.segment, work.group, &shared.control->is_last);
     }
   }
 
+  // As end_segment of one and begin_segment of the following, under each other: neither the queries of the one nor the first softmax of
+  // the other leave the tensor cores idle.
+  __device__ __forceinline__ void join_segments(const QueuedWork& work, const QueuedWork& following, ThreadRows& rows, Logits& s, Weights& p, RowState& state,
+                                                Output& o) {
+    wait_for_queries();
+    wait_full(shared, kKFull, count + 1);
+    wait_full(shared, kVFull, count);
+    clear_missing_values(work, last_tile(work), shared.v_tile(count));
+    begin_turn();
+    wgmma_fence();
+    multiply_qk(s, shared.q_tile(index, num_queries), shared.k_tile(count + 1));
+    multiply_pv(o, p, shared.v_tile(count));
+    end_turn();
+    rows = ThreadRows(params.base, following, index, warp);
+    RowState finished = state;
+    state = {{kNoMax, kNoMax}, {0.f, 0.f}};
+    wgmma_wait<1>();
+    bind_registers(s);
+    release(kKEmpty, count + 1);
+    finish_logits(params.base, rows, following.segment.kv_begin, s);
+    float rescale[2];
+    update_softmax(rows, s, state, rescale);
+    order_before_wait(state);
+    wgmma_wait<0>();
+    bind_registers(o);
+    bind_registers(s);
+    release(kVEmpty, count);
+    pack_weights(s, p);
+    ++count;
+    stage(work, o, finished);
+#pragma unroll
+    for (int i = 0; i < kHeadDimVo / 2; ++i) o[i] = 0.f;
+  }
+
+  // First key of a segment's last tile.
+  static __device__ __forceinline__ int last_tile(const QueuedWork& work) {
+    int begin = work.segment.kv_begin;
+    return begin + (work.segment.kv_end - 1 - begin) / kKvTile * kKvTile;
+  }
+
+  __device__ __forceinline__ void wait_for_queries() const {
+    mbarrier_sleep(shared.barrier(kQFull + shared.q_buffer(index, num_queries)), num_queries / kQBuffers & 1);
+    fence_async_proxy();
+  }
+
+  // Hand finished rows to the warp that stores them.
+  __device__ __forceinline__ void stage(const QueuedWork& work, const Output& o, RowState& state) {
+    if constexpr (kJoinSegments) {
+      mbarrier_sleep(shared.barrier(kOEmpty + index), (num_outputs & 1) ^ 1);
+    } else {
+      sync_warpgroup(index);  // outputs go where other warps' queries lay
+    }
+    stage_rows(params.base, work, o, state, index, warp, shared.o_rows(index, warp));
+    __syncwarp();
+    if (lane_idx() == 0) mbarrier_arrive(shared.barrier(kOFull + index));
+    ++num_outputs;
+  }
+
+  __device__ __forceinline__ const QueuedWork& work_in(unsigned some_slot) const { return shared.control->works[some_slot % kWorkSlots]; }
+
+  // From `slot` on, the next segment with keys; those without are dealt with on the way. False when there is none.
+  __device__ __forceinline__ bool find_work() {
+#pragma unroll 1
+    while (true) {
+      const QueuedWork& work = wait_for_work(shared, slot);
+      if (!work.valid || work.has_keys()) return work.valid;
+      write_empty_rows(params.base, work, index, warp);
+      release_work(shared, slot++);
+    }
+  }
+
   __device__ __forceinline__ void consume() {
     // The first warpgroup's first turn.
     if (kTakeTurns && index == kConsumers - 1) end_turn();
+    ThreadRows rows;
+    RowState state;
+    Output o;
+    Logits s;
+    Weights p;
+    bool joined = false;
 #pragma unroll 1
-    for (unsigned slot = 0;; ++slot) {
-      const QueuedWork& work = wait_for_work(slot);
-      if (!work.valid) return;
-      // Output was staged where these queries go.
-      if constexpr (!kPrefetchQ) sync_warpgroup(index);
-      if (!kPrefetchQ || slot == 0) load_q_rows(params.base, work, shared.q_tile(index), index, warp);
-      cp_async_wait<0>();
-      fence_async_proxy();
-      sync_warpgroup(index);
-      RowState state = {{kNoMax, kNoMax}, {0.f, 0.f}};
-      Output o;
-#pragma unroll
-      for (int i = 0; i < kHeadDimVo / 2; ++i) o[i] = 0.f;
-      if (work.segment.kv_begin < work.segment.kv_end) {
-        attend(work, slot, state, o);
-      } else if constexpr (kPrefetchQ) {
-        load_following_q(slot);
+    while (true) {
+      if (!joined) {
+        if (!find_work()) return;
+        begin_segment(work_in(slot), rows, s, p, state, o);
       }
-      write(work, o, state);
-      __syncwarp();
-      if (lane_idx() == 0) mbarrier_arrive(shared.barrier(kWorkEmpty + slot % kWorkSlots));
+      continue_segment(work_in(slot), rows, s, p, state, o);
+      const QueuedWork& work = work_in(slot);
+      const QueuedWork& following = wait_for_work(shared, slot + 1);
+      // Merging needs the registers that a join occupies.
+      joined = kJoinSegments && following.valid && following.has_keys() && work.segment.group < 0;
+      if constexpr (kJoinSegments) {
+        if (joined) join_segments(work, following, rows, s, p, state, o);
+      }
+      if (!joined) end_segment(work, p, state, o);
+      release_work(shared, slot++);
     }
   }
 };

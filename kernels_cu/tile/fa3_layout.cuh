@@ -16,9 +16,12 @@ constexpr int kWarpgroupThreads = 128, kWarpgroupRows = 64, kWarpRows = 16;
 constexpr int kConsumers = kCtaTileQ / kWarpgroupRows;
 constexpr int kConsumerThreads = kConsumers * kWarpgroupThreads, kConsumerWarps = kConsumerThreads / 32;
 constexpr int kCtaThreads = kNumWarps * 32;
+// Warps of warpgroup 0: one copies K and hands out segments, one copies V, and one per consumer carries its queries and outputs.
+constexpr int kKWarp = 0, kVWarp = 1, kFirstRowsWarp = 2;
+// Warps that read a published segment: all but the one that publishes.
+constexpr int kWorkReaders = kConsumerWarps + 1 + kConsumers;
 // Registers of a thread after warpgroups have shared them out anew; together they are what the CTA starts with.
-constexpr int kProducerRegisters = kConsumers == 2 ? (kHeadDimQk > 192 ? 56 : 40) : 32;
-constexpr int kConsumerRegisters = kConsumers == 2 ? (kHeadDimQk > 192 ? 224 : 232) : 160;
+constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;
 
 // Operand tiles lie as blocks of 64 columns, 128 bytes to a row, in the 128-byte swizzle that copies and products share.
 constexpr int kBlockColumns = 64, kBlockRowBytes = 128;
@@ -27,8 +30,10 @@ constexpr int kQBlockBytes = kWarpgroupRows * kBlockRowBytes, kKvBlockBytes = kK
 constexpr int kQBytes = kQkBlocks * kQBlockBytes;  // of one warpgroup
 constexpr int kKBytes = kQkBlocks * kKvBlockBytes, kVBytes = kVoBlocks * kKvBlockBytes;
 constexpr int kORowBytes = kHeadDimVo * 2, kOBytes = kWarpgroupRows * kORowBytes;
-// The next segment's queries arrive during the epilogue where output has a place of its own; else it takes theirs.
-constexpr bool kPrefetchQ = kHeadDimQk <= 128;
+// Where shared memory has room for two query tiles and a tile of outputs, products of the next segment begin before those of this one
+// have ended. Wider heads stage their output where their queries lay, and finish one segment before the next.
+constexpr bool kJoinSegments = kHeadDimQk <= 128;
+constexpr int kQBuffers = kJoinSegments ? 2 : 1;
 
 // A segment as the producer hands it on; `valid` is false past the last one.
 struct QueuedWork {
@@ -36,11 +41,18 @@ struct QueuedWork {
   Segment segment;
   MergeGroup group;
   bool valid;
+
+  __device__ __forceinline__ bool has_keys() const { return segment.kv_begin < segment.kv_end; }
+  // Final rows leave through shared memory.
+  __device__ __forceinline__ bool is_staged() const { return has_keys() && segment.group < 0; }
 };
 
 constexpr int kWorkSlots = 4;
 enum Barrier { kKFull = 0, kKEmpty = kKFull + kNumStages, kVFull = kKEmpty + kNumStages, kVEmpty = kVFull + kNumStages,
-               kWorkFull = kVEmpty + kNumStages, kWorkEmpty = kWorkFull + kWorkSlots, kNumBarriers = kWorkEmpty + kWorkSlots };
+               kWorkFull = kVEmpty + kNumStages, kWorkEmpty = kWorkFull + kWorkSlots,
+               // Of each consumer: its query buffers, and its tile of outputs.
+               kQFull = kWorkEmpty + kWorkSlots, kQEmpty = kQFull + kConsumers * kQBuffers, kOFull = kQEmpty + kConsumers * kQBuffers,
+               kOEmpty = kOFull + kConsumers, kNumBarriers = kOEmpty + kConsumers };
 
 struct Control {
   unsigned long long barriers[kNumBarriers];
@@ -51,12 +63,13 @@ struct Control {
 
 // Byte offsets from the first multiple of 1024 in dynamic shared memory.
 constexpr int kKOffset = 0, kVOffset = kKOffset + kNumStages * kKBytes, kQOffset = kVOffset + kNumStages * kVBytes;
-constexpr int kOOffset = kPrefetchQ ? kQOffset + kConsumers * kQBytes : kQOffset;
-constexpr int kControlOffset = kPrefetchQ ? kOOffset + kConsumers * kOBytes : kQOffset + kConsumers * kQBytes;
+constexpr int kOOffset = kJoinSegments ? kQOffset + kConsumers * kQBuffers * kQBytes : kQOffset;
+constexpr int kControlOffset = kJoinSegments ? kOOffset + kConsumers * kOBytes : kQOffset + kConsumers * kQBytes;
 constexpr int kControlBytes = 2048, kAlignmentSlack = 1024;
 
 static_assert(sizeof(Control) <= kControlBytes, "the control block has outgrown its place");
 static_assert(kSmemBytes == kControlOffset + kControlBytes + kAlignmentSlack, "fa3_smem_bytes in cupyinfer/schedule/tiles.py says otherwise");
+static_assert(kConsumers == 2, "warpgroup 0 has a warp for the rows of each of two consumers");
 static_assert(kCtaTileQ % kWarpgroupRows == 0 && kCtaThreads == kConsumerThreads + kWarpgroupThreads, "a consumer per 64 rows, and a producer");
 static_assert(kHeadDimQk % kBlockColumns == 0 && kHeadDimVo % kBlockColumns == 0 && kKvTile % 16 == 0, "tiles are whole blocks");
 static_assert(kNumStages == 2, "stages are counted with one bit");
@@ -77,16 +90,22 @@ struct Shared {
   // Tile `count` of the CTA, counted over all segments, lies in stage count % 2.
   __device__ __forceinline__ unsigned k_tile(unsigned count) const { return base + kKOffset + count % kNumStages * kKBytes; }
   __device__ __forceinline__ unsigned v_tile(unsigned count) const { return base + kVOffset + count % kNumStages * kVBytes; }
-  __device__ __forceinline__ unsigned q_tile(int consumer) const { return base + kQOffset + consumer * kQBytes; }
-  __device__ __forceinline__ unsigned o_tile(int consumer) const { return base + kOOffset + consumer * (kPrefetchQ ? kOBytes : kQBytes); }
+  // Segments with keys are counted for their queries.
+  __device__ __forceinline__ int q_buffer(int consumer, unsigned count) const { return consumer * kQBuffers + count % kQBuffers; }
+  __device__ __forceinline__ unsigned q_tile(int consumer, unsigned count) const { return base + kQOffset + q_buffer(consumer, count) * kQBytes; }
+  // The outputs of one warp of a consumer, 16 rows.
+  __device__ __forceinline__ unsigned char* o_rows(int consumer, int warp) const {
+    return reinterpret_cast<unsigned char*>(control) - kControlOffset + kOOffset + consumer * (kJoinSegments ? kOBytes : kQBytes) +
+           warp * kWarpRows * kORowBytes;
+  }
 };
 
 // Wait until stage or slot `count` of a ring has been filled, or emptied by the user before.
 __device__ __forceinline__ void wait_full(const Shared& shared, Barrier ring, unsigned count) {
-  mbarrier_wait(shared.barrier(ring + count % kNumStages), count / kNumStages & 1);
+  mbarrier_sleep(shared.barrier(ring + count % kNumStages), count / kNumStages & 1);
 }
 __device__ __forceinline__ void wait_empty(const Shared& shared, Barrier ring, unsigned count) {
-  mbarrier_wait(shared.barrier(ring + count % kNumStages), (count / kNumStages & 1) ^ 1);
+  mbarrier_sleep(shared.barrier(ring + count % kNumStages), (count / kNumStages & 1) ^ 1);
 }
 
 // One thread of the CTA.
@@ -96,9 +115,27 @@ __device__ __forceinline__ void init_barriers(const Shared& shared) {
     mbarrier_init(shared.barrier(kVFull + stage), 1), mbarrier_init(shared.barrier(kVEmpty + stage), kConsumers);
   }
   for (int slot = 0; slot < kWorkSlots; ++slot) {
-    mbarrier_init(shared.barrier(kWorkFull + slot), 1), mbarrier_init(shared.barrier(kWorkEmpty + slot), kConsumerWarps);
+    mbarrier_init(shared.barrier(kWorkFull + slot), 1), mbarrier_init(shared.barrier(kWorkEmpty + slot), kWorkReaders);
+  }
+  for (int buffer = 0; buffer < kConsumers * kQBuffers; ++buffer) {
+    mbarrier_init(shared.barrier(kQFull + buffer), 32), mbarrier_init(shared.barrier(kQEmpty + buffer), 1);
+  }
+  for (int consumer = 0; consumer < kConsumers; ++consumer) {
+    mbarrier_init(shared.barrier(kOFull + consumer), kWarpgroupThreads / 32), mbarrier_init(shared.barrier(kOEmpty + consumer), 1);
   }
   mbarrier_init_fence();
+}
+
+// Wait for the segment in slot `slot` of the work ring.
+__device__ __forceinline__ const QueuedWork& wait_for_work(const Shared& shared, unsigned slot) {
+  mbarrier_sleep(shared.barrier(kWorkFull + slot % kWorkSlots), slot / kWorkSlots & 1);
+  return shared.control->works[slot % kWorkSlots];
+}
+
+// The warp has read what it needs of that segment.
+__device__ __forceinline__ void release_work(const Shared& shared, unsigned slot) {
+  __syncwarp();
+  if (lane_idx() == 0) mbarrier_arrive(shared.barrier(kWorkEmpty + slot % kWorkSlots));
 }
 
 // Named barriers: a turn and a meeting point for each consumer warpgroup, and one where all consumers meet.

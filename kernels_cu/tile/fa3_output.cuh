@@ -9,9 +9,9 @@ __device__ __forceinline__ int thread_row(int consumer, int warp, int r) {
   return consumer * kWarpgroupRows + warp * kWarpRows + lane_idx() / 4 + r * 8;
 }
 
-// Final rows: through shared memory, so that they leave in 16-byte stores. `staging` holds the warp's 16 rows.
-__device__ __forceinline__ void write_direct(const AttentionParams& params, const QueuedWork& work, const Output& o, RowState& state, int consumer, int warp,
-                                             unsigned char* staging) {
+// Final rows of one warp to where warpgroup 0 fetches them.
+__device__ __forceinline__ void stage_rows(const AttentionParams& params, const QueuedWork& work, const Output& o, RowState& state, int consumer, int warp,
+                                           unsigned char* staging) {
   int lane = lane_idx(), c = lane % 4;
   reduce_rows(state);
 #pragma unroll
@@ -28,18 +28,18 @@ __device__ __forceinline__ void write_direct(const AttentionParams& params, cons
     }
     if (valid && c == 0) store_lse(params, work.tile, row, finish.lse);
   }
-  __syncwarp();
-  constexpr int kChunks = kORowBytes / 16;
+}
+
+// Zeros for one warp's rows of a segment without keys.
+__device__ __forceinline__ void write_empty_rows(const AttentionParams& params, const QueuedWork& work, int consumer, int warp) {
   int first_row = consumer * kWarpgroupRows + warp * kWarpRows;
-  Row lane_row = make_row(params, work.tile, work.segment.kv_head, first_row + lane % kWarpRows);
-  long long lane_target = reinterpret_cast<long long>(output_row(params, work.tile, lane_row));
-#pragma unroll 4
-  for (int step = 0; step < kWarpRows * kChunks / 32; ++step) {
-    int idx = step * 32 + lane, row = idx / kChunks, chunk = idx % kChunks;
-    uint4* target = reinterpret_cast<uint4*>(__shfl_sync(kFullWarp, lane_target, row)) + chunk;
-    if (first_row + row < work.tile.num_rows) *target = *reinterpret_cast<const uint4*>(staging + Swizzle<kORowBytes>::offset(row, chunk));
+#pragma unroll 1
+  for (int row_in_tile = first_row; row_in_tile < min(first_row + kWarpRows, work.tile.num_rows); ++row_in_tile) {
+    Row row = make_row(params, work.tile, work.segment.kv_head, row_in_tile);
+    unsigned* target = reinterpret_cast<unsigned*>(output_row(params, work.tile, row));
+    for (int pair = lane_idx(); pair < kHeadDimVo / 2; pair += 32) target[pair] = 0;
+    if (lane_idx() == 0) store_lse(params, work.tile, row, finish_row(params, row, work.segment.kv_head, neg_inf(), 0.f).lse);
   }
-  __syncwarp();
 }
 
 // One part: rows divided by their own denominator, in float, straight from registers.

@@ -27,6 +27,7 @@ struct ThreadRows {
   float slope[2];            // ALiBi, in the log2 domain
   int position[2];
 
+  ThreadRows() = default;
   __device__ __forceinline__ ThreadRows(const AttentionParams& params, const QueuedWork& work, int consumer, int warp) {
     const Tile& tile = work.tile;
     int kv_head = work.segment.kv_head, last_key = work.segment.kv_end - 1;
