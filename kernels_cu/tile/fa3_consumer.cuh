@@ -34,7 +34,7 @@ struct Consumer {
   int index, warp;      // of the warpgroup among consumers, of the warp in it
   unsigned count = 0;   // tiles of the CTA whose products are done
   unsigned slot = 0;    // of the current segment
-  unsigned num_queries = 0, num_outputs = 0;  // segments whose products with queries are done, outputs staged
+  unsigned num_outputs = 0;  // outputs staged
 
   __device__ __forceinline__ Consumer(const Fa3Params& params, const Shared& shared)
       : params(params), shared(shared), index(threadIdx.x / kWarpgroupThreads - 1), warp(threadIdx.x / 32 % 4) {}
@@ -77,14 +77,14 @@ struct Consumer {
     state = {{kNoMax, kNoMax}, {0.f, 0.f}};
 #pragma unroll
     for (int i = 0; i < kHeadDimVo / 2; ++i) o[i] = 0.f;
-    wait_for_queries();
+    wait_for_queries(slot);
     wait_full(shared, kKFull, count);
     wgmma_fence();
-    multiply_qk(s, shared.q_tile(index, num_queries), shared.k_tile(count));
+    multiply_qk(s, shared.q_tile(index, slot), shared.k_tile(count));
     wgmma_wait<0>();
     bind_registers(s);
     release(kKEmpty, count);
-    finish_logits(params.base, rows, work.segment.kv_begin, s);
+    finish_logits(params.base, work, index, rows, work.segment.kv_begin, s);
     float rescale[2];
     update_softmax(rows, s, state, rescale);
     pack_weights(s, p);
@@ -92,7 +92,7 @@ struct Consumer {
 
   // The remaining products with keys, but for the last one with values.
   __device__ __forceinline__ void continue_segment(const QueuedWork& work, const ThreadRows& rows, Logits& s, Weights& p, RowState& state, Output& o) {
-    unsigned q_tile = shared.q_tile(index, num_queries);
+    unsigned q_tile = shared.q_tile(index, slot);
     int key_end = work.segment.kv_end;
 #pragma unroll 1
     for (int key_begin = work.segment.kv_begin + kKvTile; key_begin < key_end; key_begin += kKvTile) {
@@ -108,7 +108,7 @@ struct Consumer {
       wgmma_wait<1>();
       bind_registers(s);
       release(kKEmpty, count + 1);
-      finish_logits(params.base, rows, key_begin, s);
+      finish_logits(params.base, work, index, rows, key_begin, s);
       update_softmax(rows, s, state, rescale);
       order_before_wait(state);
       wgmma_wait<0>();
@@ -119,8 +119,7 @@ struct Consumer {
       rescale_output(o, rescale);
       ++count;
     }
-    if (threadIdx.x % kWarpgroupThreads == 0) mbarrier_arrive(shared.barrier(kQEmpty + shared.q_buffer(index, num_queries)));
-    ++num_queries;
+    release_queries();
   }
 
   // The last product of a segment, and its rows on their way out.
@@ -145,13 +144,13 @@ struct Consumer {
   // the other leave the tensor cores idle.
   __device__ __forceinline__ void join_segments(const QueuedWork& work, const QueuedWork& following, ThreadRows& rows, Logits& s, Weights& p, RowState& state,
                                                 Output& o) {
-    wait_for_queries();
+    wait_for_queries(slot + 1);
     wait_full(shared, kKFull, count + 1);
     wait_full(shared, kVFull, count);
     clear_missing_values(work, last_tile(work), shared.v_tile(count));
     begin_turn();
     wgmma_fence();
-    multiply_qk(s, shared.q_tile(index, num_queries), shared.k_tile(count + 1));
+    multiply_qk(s, shared.q_tile(index, slot + 1), shared.k_tile(count + 1));
     multiply_pv(o, p, shared.v_tile(count));
     end_turn();
     rows = ThreadRows(params.base, following, index, warp);
@@ -160,7 +159,7 @@ struct Consumer {
     wgmma_wait<1>();
     bind_registers(s);
     release(kKEmpty, count + 1);
-    finish_logits(params.base, rows, following.segment.kv_begin, s);
+    finish_logits(params.base, following, index, rows, following.segment.kv_begin, s);
     float rescale[2];
     update_softmax(rows, s, state, rescale);
     order_before_wait(state);
@@ -181,9 +180,12 @@ struct Consumer {
     return begin + (work.segment.kv_end - 1 - begin) / kKvTile * kKvTile;
   }
 
-  __device__ __forceinline__ void wait_for_queries() const {
-    mbarrier_sleep(shared.barrier(kQFull + shared.q_buffer(index, num_queries)), num_queries / kQBuffers & 1);
+  __device__ __forceinline__ void wait_for_queries(unsigned some_slot) const {
+    mbarrier_sleep(shared.barrier(kQFull + shared.q_buffer(index, some_slot)), some_slot / kQBuffers & 1);
     fence_async_proxy();
+  }
+  __device__ __forceinline__ void release_queries() const {
+    if (threadIdx.x % kWarpgroupThreads == 0) mbarrier_arrive(shared.barrier(kQEmpty + shared.q_buffer(index, slot)));
   }
 
   // Hand finished rows to the warp that stores them.
@@ -208,6 +210,8 @@ struct Consumer {
       const QueuedWork& work = wait_for_work(shared, slot);
       if (!work.valid || work.has_keys()) return work.valid;
       write_empty_rows(params.base, work, index, warp);
+      wait_for_queries(slot);
+      release_queries();
       release_work(shared, slot++);
     }
   }

@@ -41,6 +41,7 @@ struct QueuedWork {
   Segment segment;
   MergeGroup group;
   bool valid;
+  int seen_from[kConsumers], seen_to[kConsumers];  // keys that every row of a consumer sees
 
   __device__ __forceinline__ bool has_keys() const { return segment.kv_begin < segment.kv_end; }
   // Final rows leave through shared memory.
@@ -90,9 +91,9 @@ struct Shared {
   // Tile `count` of the CTA, counted over all segments, lies in stage count % 2.
   __device__ __forceinline__ unsigned k_tile(unsigned count) const { return base + kKOffset + count % kNumStages * kKBytes; }
   __device__ __forceinline__ unsigned v_tile(unsigned count) const { return base + kVOffset + count % kNumStages * kVBytes; }
-  // Segments with keys are counted for their queries.
-  __device__ __forceinline__ int q_buffer(int consumer, unsigned count) const { return consumer * kQBuffers + count % kQBuffers; }
-  __device__ __forceinline__ unsigned q_tile(int consumer, unsigned count) const { return base + kQOffset + q_buffer(consumer, count) * kQBytes; }
+  // Queries of the segment in slot `slot` of the work ring.
+  __device__ __forceinline__ int q_buffer(int consumer, unsigned slot) const { return consumer * kQBuffers + slot % kQBuffers; }
+  __device__ __forceinline__ unsigned q_tile(int consumer, unsigned slot) const { return base + kQOffset + q_buffer(consumer, slot) * kQBytes; }
   // The outputs of one warp of a consumer, 16 rows.
   __device__ __forceinline__ unsigned char* o_rows(int consumer, int warp) const {
     return reinterpret_cast<unsigned char*>(control) - kControlOffset + kOOffset + consumer * (kJoinSegments ? kOBytes : kQBytes) +

@@ -18,11 +18,15 @@ __device__ __forceinline__ SegmentKeys publish_next(const AttentionParams& param
   MergeGroup group = valid ? load_merge_group(params, segment) : MergeGroup{0, 0};
   unsigned slot = count % kWorkSlots, phase = count / kWorkSlots & 1;
   mbarrier_sleep(shared.barrier(kWorkEmpty + slot), phase ^ 1);
-  if (lane_idx() == 0) {
-    shared.control->works[slot] = {tile, segment, group, valid};
-    mbarrier_arrive(shared.barrier(kWorkFull + slot));
+  QueuedWork& work = shared.control->works[slot];
+  if (lane_idx() == 0) work.tile = tile, work.segment = segment, work.group = group, work.valid = valid;
+  if (lane_idx() < kConsumers) {
+    int first_row = lane_idx() * kWarpgroupRows, last_row = max(first_row, min(first_row + kWarpgroupRows, tile.num_rows) - 1);
+    work.seen_from[lane_idx()] = make_row(params, tile, segment.kv_head, last_row).lo;
+    work.seen_to[lane_idx()] = min(make_row(params, tile, segment.kv_head, first_row).hi, segment.kv_end - 1);
   }
   __syncwarp();
+  if (lane_idx() == 0) mbarrier_arrive(shared.barrier(kWorkFull + slot));
   return {segment.kv_begin, segment.kv_end, segment.first_seen, tile.kv_base, segment.kv_head, valid};
 }
 

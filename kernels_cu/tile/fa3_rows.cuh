@@ -53,22 +53,20 @@ __device__ __forceinline__ void store_output_rows(const AttentionParams& params,
 
 // The warp of one consumer, over all segments of the CTA.
 __device__ __forceinline__ void carry_rows(const AttentionParams& params, const Shared& shared, int consumer) {
-  unsigned num_queries = 0, num_outputs = 0;
+  unsigned num_outputs = 0;
   bool owes_output = false;
 #pragma unroll 1
   for (unsigned slot = 0;; ++slot) {
     const QueuedWork& work = wait_for_work(shared, slot);
-    bool loads_first = kJoinSegments && work.valid && work.has_keys();
+    // Queries of this segment, then the output of the one before; the other way round where both take the same place.
 #pragma unroll 1
-    for (int turn = 0; turn < 2; ++turn) {
-      if ((turn == 0) == loads_first) {
-        if (!work.valid || !work.has_keys()) continue;
-        int buffer = shared.q_buffer(consumer, num_queries);
-        mbarrier_sleep(shared.barrier(kQEmpty + buffer), (num_queries / kQBuffers & 1) ^ 1);
-        load_query_rows(params, work, shared.q_tile(consumer, num_queries), consumer, shared.barrier(kQFull + buffer));
-        ++num_queries;
+    for (int step = 0; step < 2; ++step) {
+      if ((step == 0) == kJoinSegments) {
+        if (!work.valid) continue;
+        int buffer = shared.q_buffer(consumer, slot);
+        mbarrier_sleep(shared.barrier(kQEmpty + buffer), (slot / kQBuffers & 1) ^ 1);
+        load_query_rows(params, work, shared.q_tile(consumer, slot), consumer, shared.barrier(kQFull + buffer));
       } else if (slot > 0) {
-        // The output of the segment before.
         if (owes_output) {
           mbarrier_sleep(shared.barrier(kOFull + consumer), num_outputs & 1);
           store_output_rows(params, shared.control->works[(slot - 1) % kWorkSlots], shared, consumer);

@@ -22,7 +22,6 @@ using Weights = unsigned[kKvTile / 4];
 // What a thread knows of a segment's tile while it walks the keys.
 struct ThreadRows {
   int lo[2], hi[2];          // keys its rows see
-  int lo_last, hi_first;     // every row of the warpgroup sees the keys from the one to the other
   float scale;               // of raw products
   float slope[2];            // ALiBi, in the log2 domain
   int position[2];
@@ -31,21 +30,17 @@ struct ThreadRows {
   __device__ __forceinline__ ThreadRows(const AttentionParams& params, const QueuedWork& work, int consumer, int warp) {
     const Tile& tile = work.tile;
     int kv_head = work.segment.kv_head, last_key = work.segment.kv_end - 1;
-    int first_row = consumer * kWarpgroupRows, last_row = max(first_row, min(first_row + kWarpgroupRows, tile.num_rows) - 1);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      int row_in_tile = first_row + warp * kWarpRows + lane_idx() / 4 + r * 8;
+      int row_in_tile = consumer * kWarpgroupRows + warp * kWarpRows + lane_idx() / 4 + r * 8;
       Row row = make_row(params, tile, kv_head, row_in_tile);
       lo[r] = row.lo, hi[r] = min(row.hi, last_key);
       slope[r] = kAlibi && row_in_tile < tile.num_rows ? __ldg(params.alibi_slopes + row.head) * kLog2E : 0.f;
       position[r] = row.position;
     }
-    lo_last = make_row(params, tile, kv_head, last_row).lo;
-    hi_first = min(make_row(params, tile, kv_head, first_row).hi, last_key);
     float logit_scale = params.sm_scale * (params.k_scale != nullptr ? __ldg(params.k_scale + kv_head) : 1.f);
     scale = fmaxf(kSoftCap ? logit_scale : logit_scale * kLog2E, kLeastScale);
   }
-  __device__ __forceinline__ bool see_all(int key_begin) const { return key_begin >= lo_last && key_begin + kKvTile - 1 <= hi_first; }
 };
 
 struct RowState {
@@ -54,7 +49,7 @@ struct RowState {
 };
 
 // Raw products to logits: soft cap and ALiBi, then -inf for the keys that a row does not see.
-__device__ __forceinline__ void finish_logits(const AttentionParams& params, const ThreadRows& rows, int key_begin, Logits& s) {
+__device__ __forceinline__ void finish_logits(const AttentionParams& params, const QueuedWork& work, int consumer, const ThreadRows& rows, int key_begin, Logits& s) {
   int lane_key = key_begin + lane_idx() % 4 * 2;
   if constexpr (kTransformLogits) {
     float rcp_cap = kSoftCap ? 1.f / params.logits_soft_cap : 1.f;
@@ -65,10 +60,12 @@ __device__ __forceinline__ void finish_logits(const AttentionParams& params, con
       if constexpr (kAlibi) s[i] = fmaf(rows.slope[i / 2 % 2], static_cast<float>(lane_key - rows.position[i / 2 % 2] + i / 4 * 8 + i % 2), s[i]);
     }
   }
-  if (!rows.see_all(key_begin)) {
+  if (key_begin < work.seen_from[consumer] || key_begin + kKvTile - 1 > work.seen_to[consumer]) {
+    // Few tiles come here, so where accumulators fill the registers the bounds are found anew.
+    ThreadRows bounds = kHeadDimVo > 128 ? ThreadRows(params, work, consumer, threadIdx.x / 32 % 4) : rows;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      int lo = rows.lo[r] - lane_key, hi = rows.hi[r] - lane_key;
+      int lo = bounds.lo[r] - lane_key, hi = bounds.hi[r] - lane_key;
 #pragma unroll
       for (int i = r * 2; i < kKvTile / 2; i += 4) {
 #pragma unroll
