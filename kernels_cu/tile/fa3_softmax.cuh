@@ -11,6 +11,8 @@
 constexpr bool kTransformLogits = kSoftCap || kAlibi;
 // Stands for the maximum of a row that has seen no key: finite, so that -inf minus it is still -inf.
 constexpr float kNoMax = -1e30f;
+// Growth of a row's maximum, in powers of two, that exponentials take on before sums and output are rescaled. Half holds 2^8.
+constexpr float kLazyGrowth = 8.f;
 // A scale of zero would turn a masked -inf into NaN.
 constexpr float kLeastScale = 1e-30f;
 
@@ -44,7 +46,7 @@ struct ThreadRows {
 };
 
 struct RowState {
-  float max[2];  // log2 domain
+  float max[2];  // reference of the exponentials in the log2 domain, at most kLazyGrowth below the true maximum
   float sum[2];  // this thread's share of the sum of exponentials
 };
 
@@ -93,7 +95,8 @@ __device__ __forceinline__ void update_softmax(const ThreadRows& rows, Logits& s
     float x = fmaxf(largest[r][0], largest[r][1]);
     x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, 1));
     x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, 2));
-    float new_max = fmaxf(state.max[r], x * scale);
+    // A reference a little below the maximum is as good, and most tiles then leave the output as it is.
+    float new_max = x * scale > state.max[r] + kLazyGrowth ? x * scale : state.max[r];
     rescale[r] = ex2(state.max[r] - new_max);
     state.max[r] = new_max;
   }
@@ -116,7 +119,9 @@ __device__ __forceinline__ void pack_weights(const Logits& s, Weights& p) {
   for (int i = 0; i < kKvTile / 4; ++i) p[i] = pack_pair<kMmaElement>(s[2 * i], s[2 * i + 1]);
 }
 
+// No product may be in flight.
 __device__ __forceinline__ void rescale_output(Output& o, const float (&rescale)[2]) {
+  if (!__any_sync(kFullWarp, rescale[0] != 1.f || rescale[1] != 1.f)) return;
 #pragma unroll
   for (int i = 0; i < kHeadDimVo / 2; ++i) o[i] *= rescale[i / 2 % 2];
 }
