@@ -19,6 +19,7 @@ from cupyinfer.backends.device import read_profile
 from cupyinfer.backends.fa2 import Fa2Launcher
 from cupyinfer.backends.fa3 import Fa3Launcher
 from cupyinfer.backends.host_launcher import HostLauncher
+from cupyinfer.backends.params import division_multiplier
 from cupyinfer.errors import ArgumentError, BackendUnavailable
 from cupyinfer.interop import CPU_DEVICE, ArrayView, Device, as_view, hand_back, release_after_work, use_device
 from cupyinfer.schedule.capacity import BatchLimits
@@ -252,6 +253,9 @@ def _plan_on_gpu(request: AttentionRequest, draft: PlanDraft, info: PlanInfo, wo
         "group_size": options.num_qo_heads // options.num_kv_heads,
         "page_size": options.page_size,
         "max_tiles": draft.counts.num_tiles,
+        "by_group_size": division_multiplier(options.num_qo_heads // options.num_kv_heads),
+        "by_num_kv_heads": division_multiplier(options.num_kv_heads),
+        "by_page_size": division_multiplier(options.page_size),
         "causal": options.causal,
         "window_left": options.window_left,
         "logits_soft_cap": options.logits_soft_cap,

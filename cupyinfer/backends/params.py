@@ -16,6 +16,7 @@ _STRIDES = (
     "v_stride_page", "v_stride_token", "v_stride_head",
     "o_stride_token", "o_stride_head",
 )  # fmt: skip
+_DIVISORS = ("by_group_size", "by_num_kv_heads", "by_page_size")
 _INTS = ("num_qo_heads", "num_kv_heads", "group_size", "page_size", "causal", "window_left")
 _FLOATS = ("sm_scale", "logits_soft_cap", "v_scale_tensor", "rope_rcp_scale", "rope_log2_theta")
 
@@ -23,6 +24,7 @@ _FLOATS = ("sm_scale", "logits_soft_cap", "v_scale_tensor", "rope_rcp_scale", "r
 ATTENTION_PARAMS = np.dtype(
     [(name, np.uint64) for name in _POINTERS]
     + [(name, np.int64) for name in _STRIDES]
+    + [(name, np.uint64) for name in _DIVISORS]
     + [(name, np.int32) for name in _INTS]
     + [(name, np.float32) for name in _FLOATS]
     + [("max_tiles", np.int32)],
@@ -34,7 +36,12 @@ FA3_PARAMS = np.dtype(
     {
         "names": ["base", "box_rows", "num_pages", "k", "v"],
         "formats": [ATTENTION_PARAMS, np.int32, np.int32, "V128", "V128"],
-        "offsets": [0, 256, 260, 320, 448],
+        "offsets": [0, 280, 284, 320, 448],
         "itemsize": 576,
     }
 )
+
+
+def division_multiplier(divisor: int) -> int:
+    """What `divide` of params.cuh takes for a divisor of at least 1: ``ceil(2^64 / divisor)``, 0 for 1."""
+    return 0 if divisor == 1 else -(-(1 << 64) // divisor)

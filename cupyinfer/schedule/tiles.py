@@ -96,7 +96,7 @@ def _decode_config(head_dim_qk: int, head_dim_vo: int, kv_itemsize: int, smem_pe
     half_block = DECODE_BLOCK * max(head_dim_qk, head_dim_vo) * kv_itemsize
     for num_warps in (8, 4, 2) if head_dim_vo <= 128 else (4, 2):
         in_flight = max(2, DECODE_BYTES_IN_FLIGHT // (num_warps * half_block))
-        for join_slots in (2, 1):
+        for join_slots in (2, 1) if head_dim_vo <= 128 else (1,):
             for num_stages in range(in_flight + 1, 2, -1):
                 smem = decode_smem_bytes(num_warps, num_stages, join_slots, head_dim_qk, head_dim_vo, kv_itemsize)
                 if smem + _STATIC_SMEM + 4 * head_dim_qk <= smem_per_cta:

@@ -32,7 +32,7 @@ extern "C" __global__ void __launch_bounds__(kNumWarps * 32, 1) attention(const 
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   unsigned ring = smem_address(smem) + warp * kNumStages * kSlotBytes;
   unsigned char* behind_rings = smem + kNumWarps * kNumStages * kSlotBytes;
-  JoinQueue queue = {reinterpret_cast<JoinSpace*>(behind_rings), records, smem_address(barriers), warp, lane, 0};
+  JoinQueue queue = {reinterpret_cast<JoinSpace*>(behind_rings), records, smem_address(barriers), warp, lane, 0, -1, 0};
   uint4* query_space = reinterpret_cast<uint4*>(behind_rings + kJoinSlots * sizeof(JoinSpace));
   __shared__ float2 turns[kPosEncoding == PosEncoding::kRopeLlama ? kRopePairs : 1];
   if constexpr (kPosEncoding == PosEncoding::kRopeLlama) fill_rope_turns(params, turns);

@@ -19,7 +19,6 @@ struct JoinRecord {
   Tile tile;
   Segment segment;
   MergeGroup group;
-  bool completes_group;
 };
 
 // Rows g and g + 8 over all warps: how much each warp counts, and how the rows finish.
@@ -95,29 +94,32 @@ __device__ __forceinline__ void write_joined(const AttentionParams& params, cons
       if (g + 8 * r < record.tile.num_rows) write_columns(params, record, g + 8 * r, group, c, columns[0], columns[1]);
     }
   }
+  // Every warp stores the log-sum-exps of a part: they must arrive with its columns.
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
-    if (warp != 0 || c != 0 || g + 8 * r >= record.tile.num_rows) continue;
-    if (record.segment.group < 0) {
-      store_lse(params, record.tile, make_row(params, record.tile, record.segment.kv_head, g + 8 * r), joined.finish[r].lse);
-    } else {
+    if (c != 0 || g + 8 * r >= record.tile.num_rows) continue;
+    if (record.segment.group >= 0) {
       params.partial_lse[part_row(record.group, record.tile, record.segment) + g + 8 * r] = joined.finish[r].lse;
+    } else if (warp == 0) {
+      store_lse(params, record.tile, make_row(params, record.tile, record.segment.kv_head, g + 8 * r), joined.finish[r].lse);
     }
   }
 }
 
-// A record is read last while segment n + 2 is written out, and a warp may then be one segment ahead of the others.
+// Records in use at a time: a warp looks at segment n's last when it writes segment n + 1, and may be one segment behind another.
 constexpr int kJoinRecords = 4;
 
-// The segments of a CTA on their way out. The barrier of segment n ends a phase when every warp has left its state. Behind that
-// barrier a warp knows that all warps have written segment n - 1, whose part is then announced, and that every thread can see
-// whether segment n - 2 completed its group.
+// The segments of a CTA on their way out. The barrier of segment n ends a phase when every warp has left its state there, which
+// also says that every warp has written segment n - 1. Each warp announces and merges its own columns of a merge group, with
+// a counter of its own: no warp waits for another's stores.
 struct JoinQueue {
   JoinSpace* spaces;
   JoinRecord* records;
-  unsigned barriers;  // kJoinSlots of them
+  unsigned barriers;  // one for even segments, one for odd ones
   int warp, lane;
   int count;          // segments left behind so far
+  int announced;      // segment whose part this warp announced last and has not looked at since, or -1
+  int arrived_before; // in lane 0: parts that had arrived before it
 
   static __device__ __forceinline__ void init(unsigned barriers) {
     for (int i = 0; i < 2; ++i) mbarrier_init(barriers + 8 * i, kNumWarps);
@@ -140,30 +142,25 @@ struct JoinQueue {
 #pragma unroll
       for (int r = 0; r < 2; ++r) space.row_max[warp][lane / 4 + 8 * r] = state.row_max[r], space.row_sum[warp][lane / 4 + 8 * r] = state.row_sum[r];
     }
-    if (threadIdx.x == 0) records[count % kJoinRecords] = {tile, segment, group, false};
+    if (threadIdx.x == 0) records[count % kJoinRecords] = {tile, segment, group};
     __syncwarp();
     if (lane == 0) mbarrier_arrive(barriers + count % 2 * 8);
     ++count;
     if (kJoinSlots == 1) write(params, count - 1);
   }
 
-  // Write out what is left. All threads of the CTA.
+  // Write out what is left.
   __device__ __forceinline__ void drain(const AttentionParams& params) {
-    if (count == 0) return;
-    if (kJoinSlots == 2) write(params, count - 1);
-    __syncthreads();
-    if (threadIdx.x == 0) announce(params, count - 1);
-    __syncthreads();
-    if (count > 1) merge_if_complete(params, count - 2);
-    merge_if_complete(params, count - 1);
+    if (kJoinSlots == 2 && count > 0) write(params, count - 1);
+    merge_if_last(params);
   }
 
  private:
   // Wait until every warp has left segment n behind, and write this warp's columns of it.
   __device__ __forceinline__ void write(const AttentionParams& params, int n) {
+    merge_if_last(params);
     mbarrier_wait(barriers + n % 2 * 8, n / 2 % 2);
-    if (n > 1) merge_if_complete(params, n - 2);
-    if (n > 0 && threadIdx.x == 0) announce(params, n - 1);
+    if (warp >= kColumnGroups) return;
     const JoinRecord& record = records[n % kJoinRecords];
     const JoinSpace& space = spaces[n % kJoinSlots];
     if (record.tile.num_rows <= 8) {
@@ -171,16 +168,23 @@ struct JoinQueue {
     } else {
       write_joined<2>(params, record, space, warp, lane);
     }
+    if (record.segment.group < 0) return;
+    __syncwarp();
+    announced = n;
+    if (lane == 0) arrived_before = atomic_increment_release(arrival_counter(params, record.segment, warp));
   }
 
-  // One thread, once every warp has written its columns of segment n.
-  __device__ __forceinline__ void announce(const AttentionParams& params, int n) {
-    JoinRecord& record = records[n % kJoinRecords];
-    if (record.segment.group >= 0) record.completes_group = arrive_is_last(params, record.segment, record.group);
-  }
-
-  __device__ __forceinline__ void merge_if_complete(const AttentionParams& params, int n) {
-    const JoinRecord& record = records[n % kJoinRecords];
-    if (record.completes_group) merge_parts(params, record.tile, record.segment, record.group);
+  // If the part announced last was the last of its group, merge this warp's columns.
+  __device__ __forceinline__ void merge_if_last(const AttentionParams& params) {
+    if (announced < 0) return;
+    const JoinRecord& record = records[announced % kJoinRecords];
+    announced = -1;
+    if (__shfl_sync(0xffffffffu, arrived_before, 0) != record.group.num_parts - 1) return;
+    fence_acquire();
+    // Leave the counter as the plan set it, so that the next run finds it zero.
+    if (lane == 0) *arrival_counter(params, record.segment, warp) = 0;
+    for (int group = warp; group < kColumnGroups; group += kNumWarps) {
+      merge_columns<16>(params, record.tile, record.segment, record.group, group * 16, lane, 32);
+    }
   }
 };

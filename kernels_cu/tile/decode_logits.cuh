@@ -7,6 +7,8 @@
 
 // Past head_dim 128 the accumulators and pointers leave no registers for the query, which then waits in shared memory.
 constexpr bool kQueryInSmem = kHeadDimQk > 128;
+// Nor for the fragments of many k-steps at a time.
+constexpr int kStepsAtOnce = kQueryInSmem ? 2 : kQkSteps;
 
 // What a warp knows of a tile's rows while it walks the keys of a segment.
 struct RowGroup {
@@ -74,7 +76,7 @@ struct RowGroup {
 #pragma unroll
     for (int n = 0; n < 2; ++n) logits[n][0] = logits[n][1] = logits[n][2] = logits[n][3] = 0.f;
     if constexpr (kPosEncoding == PosEncoding::kRopeLlama) {
-#pragma unroll
+#pragma unroll kStepsAtOnce
       for (int step = 0; step < kQkSteps / 2; ++step) {
         unsigned low[2][2], high[2][2];
         load_keys(keys, step, lane, low);
@@ -84,7 +86,7 @@ struct RowGroup {
         multiply_step(step + kQkSteps / 2, high, logits);
       }
     } else {
-#pragma unroll
+#pragma unroll kStepsAtOnce
       for (int step = 0; step < kQkSteps; ++step) {
         unsigned b[2][2];
         load_keys(keys, step, lane, b);

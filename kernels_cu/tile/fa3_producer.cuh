@@ -40,7 +40,7 @@ struct BoxOrigin {
       int key = key_begin + lane_idx() * params.box_rows;
       page = params.num_pages, slot = 0;
       if (key < keys.kv_end && key + params.box_rows > keys.first_seen) {
-        int page_idx = key / params.base.page_size;
+        int page_idx = divide(key, params.base.by_page_size);
         page = __ldg(params.base.page_indices + keys.kv_base + page_idx);
         slot = key - page_idx * params.base.page_size;
       }

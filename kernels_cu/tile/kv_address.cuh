@@ -14,7 +14,7 @@ struct KvSlot {
 
 __device__ __forceinline__ KvSlot kv_slot(const AttentionParams& params, const Tile& tile, int key) {
   if constexpr (kPaged) {
-    int page_idx = key / params.page_size;
+    int page_idx = divide(key, params.by_page_size);
     return {__ldg(params.page_indices + tile.kv_base + page_idx), key - page_idx * params.page_size};
   } else {
     return {0, tile.kv_base + key};

@@ -46,15 +46,22 @@ __device__ __forceinline__ void store_lse(const AttentionParams& params, const T
   if (params.lse != nullptr) params.lse[(static_cast<long long>(tile.q_begin) + row.token) * params.num_qo_heads + row.head] = lse;
 }
 
-// A merge group's record, but for its counter. Load it early: it is needed when a segment ends, and costs a trip to memory.
+// A merge group's record, but for its counters. Load it early: it is needed when a segment ends, and costs a trip to memory.
 struct MergeGroup {
   int first_row, num_parts;
 };
 
+constexpr int kMergeGroupInts = 12;
+
 __device__ __forceinline__ MergeGroup load_merge_group(const AttentionParams& params, const Segment& segment) {
   if (segment.group < 0) return {0, 0};
-  const int* record = params.merge_groups + 4ll * segment.group;
+  const int* record = params.merge_groups + static_cast<long long>(kMergeGroupInts) * segment.group;
   return {record[0], record[1]};
+}
+
+// Counter of the parts of which one warp's share (counter `which`), or the whole CTA's (counter 0), has arrived.
+__device__ __forceinline__ int* arrival_counter(const AttentionParams& params, const Segment& segment, int which) {
+  return params.merge_groups + static_cast<long long>(kMergeGroupInts) * segment.group + 2 + which;
 }
 
 // First row of a part in partial_o and partial_lse.
@@ -62,8 +69,8 @@ __device__ __forceinline__ long long part_row(const MergeGroup& group, const Til
   return group.first_row + static_cast<long long>(segment.part) * tile.num_rows;
 }
 
-// Parts whose loads are in flight together while merging.
-constexpr int kMergeBatch = 16;
+// Parts whose loads are in flight together while merging. At head_dim 256 a 16-row tile's accumulators leave room for few.
+constexpr int kMergeBatch = kHeadDimVo == 256 ? 4 : 16;
 
 // The threads that finish parts together, and how they meet: all of the CTA, unless a kernel has others.
 struct CtaThreads {
@@ -72,12 +79,13 @@ struct CtaThreads {
   static __device__ __forceinline__ void sync() { __syncthreads(); }
 };
 
-// All of `Threads`: write a unit's output from its parts, in part order.
-template <typename Threads = CtaThreads>
-__device__ __forceinline__ void merge_parts(const AttentionParams& params, const Tile& tile, const Segment& segment, const MergeGroup& group) {
-  constexpr int kColumnPairs = kHeadDimVo / 2;
-  for (int idx = Threads::index(); idx < tile.num_rows * kColumnPairs; idx += Threads::count()) {
-    int row_in_tile = idx / kColumnPairs, column = idx % kColumnPairs * 2;
+// `num_threads` threads: write columns [first_column, first_column + kColumns) of a unit's output from its parts, in part order.
+template <int kColumns>
+__device__ __forceinline__ void merge_columns(const AttentionParams& params, const Tile& tile, const Segment& segment, const MergeGroup& group,
+                                              int first_column, int thread, int num_threads) {
+  constexpr int kPairs = kColumns / 2;
+  for (int idx = thread; idx < tile.num_rows * kPairs; idx += num_threads) {
+    int row_in_tile = idx / kPairs, column = first_column + idx % kPairs * 2;
     const float* lse = params.partial_lse + group.first_row + row_in_tile;
     const float* o = params.partial_o + (static_cast<long long>(group.first_row) + row_in_tile) * kHeadDimVo + column;
     float row_max = neg_inf(), row_sum = 0.f;
@@ -113,22 +121,18 @@ __device__ __forceinline__ void merge_parts(const AttentionParams& params, const
   }
 }
 
-// One of `Threads`, after they have met behind their stores of a part: announce it; true if it completed the group.
-__device__ __forceinline__ bool arrive_is_last(const AttentionParams& params, const Segment& segment, const MergeGroup& group) {
-  int* arrived = params.merge_groups + 4ll * segment.group + 2;
-  bool last = atomic_increment_acq_rel(arrived) == group.num_parts - 1;
-  // Leave the counter as the plan set it, so that the next run finds it zero.
-  if (last) *arrived = 0;
-  return last;
-}
-
 // All of `Threads`, after they stored their share of a part: announce it, and merge if it was the last of its group.
 // `is_last` is one int of shared memory; the caller synchronises before reusing it.
 template <typename Threads = CtaThreads>
 __device__ __forceinline__ void finish_part_of_group(const AttentionParams& params, const Tile& tile, const Segment& segment, const MergeGroup& group,
                                                      int* is_last) {
   Threads::sync();
-  if (Threads::index() == 0) *is_last = arrive_is_last(params, segment, group);
+  if (Threads::index() == 0) {
+    int* arrived = arrival_counter(params, segment, 0);
+    *is_last = atomic_increment_acq_rel(arrived) == group.num_parts - 1;
+    // Leave the counter as the plan set it, so that the next run finds it zero.
+    if (*is_last) *arrived = 0;
+  }
   Threads::sync();
-  if (*is_last) merge_parts<Threads>(params, tile, segment, group);
+  if (*is_last) merge_columns<kHeadDimVo>(params, tile, segment, group, 0, Threads::index(), Threads::count());
 }

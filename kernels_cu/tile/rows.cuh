@@ -14,7 +14,7 @@ struct Row {
 __device__ __forceinline__ Row make_row(const AttentionParams& params, const Tile& tile, int kv_head, int row_in_tile) {
   int packed = tile.row_begin + row_in_tile;
   Row row;
-  row.token = packed / params.group_size;
+  row.token = divide(packed, params.by_group_size);
   row.head = kv_head * params.group_size + (packed - row.token * params.group_size);
   row.position = tile.kv_len - tile.qo_len + row.token;
   row.hi = params.causal ? min(row.position, tile.kv_len - 1) : tile.kv_len - 1;

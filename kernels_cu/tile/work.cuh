@@ -39,7 +39,7 @@ struct WorkCursor {
     const int4* record = reinterpret_cast<const int4*>(params.cta_work) + 2 * blockIdx.x;
     int4 a = __ldg(record), b = __ldg(record + 1);
     // Most launches begin with whole units: ask for the first one's tile without waiting for the record that says so.
-    if constexpr (kRunsAhead) ahead = load_tile(params, min(blockIdx.x / params.num_kv_heads, params.max_tiles - 1));
+    if constexpr (kRunsAhead) ahead = load_tile(params, min(divide(blockIdx.x, params.by_num_kv_heads), params.max_tiles - 1));
     num_whole_units = a.x, unit = a.y, iter = a.z, remaining = a.w;
     first_group = b.x, first_part = b.y, tail_group = b.z, tail_part = b.w;
     if (kRunsAhead && whole_unit >= num_whole_units) look_ahead(params);
@@ -50,7 +50,7 @@ struct WorkCursor {
     if constexpr (!kRunsAhead) look_ahead(params);
     tile = ahead;
     if (whole_unit < num_whole_units) {
-      segment = {whole_unit % params.num_kv_heads, tile.kv_begin, tile.kv_end, -1, 0, 0};
+      segment = {kv_head_of(params, whole_unit), tile.kv_begin, tile.kv_end, -1, 0, 0};
       ++wave;
       whole_unit = wave * gridDim.x + ((wave & 1) ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
     } else if (remaining > 0) {
@@ -58,7 +58,7 @@ struct WorkCursor {
       int kv_begin = tile.kv_begin + iter * kKvTile;
       // What follows the first segment is whole, but for the one the share ends in.
       bool is_tail = first_group == kFirstIsBehind && taken == remaining;
-      segment = {unit % params.num_kv_heads, kv_begin, min(tile.kv_end, kv_begin + taken * kKvTile), is_tail ? tail_group : max(first_group, -1),
+      segment = {kv_head_of(params, unit), kv_begin, min(tile.kv_end, kv_begin + taken * kKvTile), is_tail ? tail_group : max(first_group, -1),
                  is_tail ? tail_part : first_part, 0};
       first_group = kFirstIsBehind;
       remaining -= taken;
@@ -68,7 +68,7 @@ struct WorkCursor {
       return false;
     }
     // A cache may have dropped what lies left of the window: its pages are not to be read.
-    int first_position = tile.kv_len - tile.qo_len + tile.row_begin / params.group_size;
+    int first_position = tile.kv_len - tile.qo_len + divide(tile.row_begin, params.by_group_size);
     segment.first_seen = params.window_left >= 0 ? max(segment.kv_begin, first_position - params.window_left) : segment.kv_begin;
     if (tile.split_group >= 0) segment.group = tile.split_group + segment.kv_head, segment.part = tile.split_part;
     if constexpr (kRunsAhead) look_ahead(params);
@@ -78,11 +78,15 @@ struct WorkCursor {
  private:
   static constexpr int kFirstIsBehind = -2;
 
+  static __device__ __forceinline__ int kv_head_of(const AttentionParams& params, int some_unit) {
+    return some_unit - divide(some_unit, params.by_num_kv_heads) * params.num_kv_heads;
+  }
+
   __device__ __forceinline__ void look_ahead(const AttentionParams& params) {
     if (whole_unit < num_whole_units) {
-      ahead = load_tile(params, whole_unit / params.num_kv_heads);
+      ahead = load_tile(params, divide(whole_unit, params.by_num_kv_heads));
     } else if (remaining > 0) {
-      ahead = load_tile(params, unit / params.num_kv_heads);
+      ahead = load_tile(params, divide(unit, params.by_num_kv_heads));
     }
   }
 };

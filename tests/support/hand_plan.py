@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
+from cupyinfer.schedule.partition import GROUP_INTS
 from tests.support.oracle import AttentionOptions
 
 Array = npt.NDArray[Any]
@@ -171,7 +172,7 @@ def cut(plan: Plan, num_kv_heads: int, num_ctas: int, num_whole_units: int, cuts
 
 
 def _add_group(plan: Plan, num_parts: int, num_rows: int) -> int:
-    plan.groups.append([plan.num_partial_rows, num_parts, 0, 0])
+    plan.groups.append([plan.num_partial_rows, num_parts, *[0] * (GROUP_INTS - 2)])
     plan.num_partial_rows += num_parts * num_rows
     return len(plan.groups) - 1
 
@@ -183,7 +184,7 @@ class Workspaces:
 
     def __init__(self, plan: Plan, head_dim_vo: int, dirt: int = DIRT) -> None:
         self._dirt = dirt
-        tables = [np.asarray(t, np.int32).reshape(-1, n) for t, n in ((plan.tiles, 12), (plan.cta_work, 8), (plan.groups, 4))]
+        tables = [np.asarray(t, np.int32).reshape(-1, n) for t, n in ((plan.tiles, 12), (plan.cta_work, 8), (plan.groups, GROUP_INTS))]
         rows = plan.num_partial_rows
         self.int_bytes, ints = self._regions([t.nbytes for t in tables])
         self.float_bytes, floats = self._regions([rows * head_dim_vo * 4, rows * 4])
