@@ -67,7 +67,8 @@ class AttentionRequest:
             if num_pages > self.graph_pages:
                 raise ArgumentError(f"batch: refers to {num_pages} pages, this object's CUDA graph holds at most {self.graph_pages}")
             num_pages = self.graph_pages
-        backend = choose_backend(self.backend, self.options, profile.arch, self.values.mask_begin is not None)
+        tile_q = self.options.shape.tile_q(self.geometry, self.graph_limits)
+        backend = choose_backend(self.backend, self.options, profile.arch, self.values.mask_begin is not None, tile_q)
         return draft_plan(
             self.geometry,
             replace(self.options.shape, backend=backend),

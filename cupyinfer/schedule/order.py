@@ -51,7 +51,8 @@ def _sections(tiles: npt.NDArray[np.int32], keys_in_l2: int) -> npt.NDArray[np.i
     share = (kv_len.cumsum() - kv_len) // max(1, keys_in_l2)
     section = np.zeros(len(kv_len), np.int64)
     np.cumsum(share[1:] != share[:-1], out=section[1:])
-    return section[begins.cumsum() - 1]
+    of_tile: npt.NDArray[np.int64] = section[begins.cumsum() - 1]
+    return of_tile
 
 
 def busiest_time(iterations: npt.NDArray[np.int32], num_kv_heads: int, grid: int) -> float:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +15,7 @@ from cupyinfer.schedule.layout import RegionCounts, lay_out, measure
 from cupyinfer.schedule.plan_info import DecodePlanInfo, PlanInfo, PrefillPlanInfo
 from cupyinfer.schedule.profile import DeviceProfile
 from cupyinfer.schedule.schedule import Schedule, SplitPolicy, make_schedule, make_split_policy
-from cupyinfer.schedule.tiles import TileConfig, check_head_dims, fa3_tile_config, max_tile_q, tile_config
+from cupyinfer.schedule.tiles import FA3_ARCH, FA3_TILES, TileConfig, check_head_dims, fa3_tile_config, max_tile_q, tile_config
 from cupyinfer.schedule.tiling import KeySpan, choose_tile_q, make_tiles, tile_q_for_rows
 from cupyinfer.workspace import AlignedAllocator, WorkspaceSize
 
@@ -91,6 +91,14 @@ class PlanShape:
             num_page_indices=pages,
             value_bytes=values,
         )
+
+    def tile_q(self, geometry: BatchGeometry, limits: BatchLimits | None = None) -> int:
+        """Rows per tile for a batch, or for every batch within `limits`."""
+        if limits is not None:
+            return self.tile_q_of_limits(limits)
+        if self.backend == "fa3":
+            return fa3_tile_config(self.head_dim_qk, self.head_dim_vo).cta_tile_q
+        return choose_tile_q(geometry, self.group_size, self.head_dim_vo, self.invariant)
 
     def tile_q_of_limits(self, limits: BatchLimits) -> int:
         """Rows per tile that a CUDA-graph plan uses for every batch within `limits`."""
@@ -207,11 +215,7 @@ def draft_plan(
         _check_packed_rows(geometry, shape.group_size)
     if graph_limits is not None:
         _check_limits(geometry, graph_limits)
-        tile_q = shape.tile_q_of_limits(graph_limits)
-    elif shape.backend == "fa3":
-        tile_q = fa3_tile_config(shape.head_dim_qk, shape.head_dim_vo).cta_tile_q
-    else:
-        tile_q = choose_tile_q(geometry, shape.group_size, shape.head_dim_vo, shape.invariant)
+    tile_q = shape.tile_q(geometry, graph_limits)
     config = shape.config(tile_q, profile)
     tiles = make_tiles(geometry, shape.group_size, tile_q, config.kv_tile, shape.span, mask_begin)
     # Half of L2 for keys and values: queries and outputs stream through the rest.
@@ -260,7 +264,11 @@ def bound(
 ) -> WorkspaceSize:
     """Bytes that suffice for every batch within `limits`, with or without CUDA graphs."""
     float_bytes = int_bytes = 0
-    for tile_q in shape.possible_tile_qs():
-        size = measure(shape.capacity(shape.config(tile_q, profile), profile, limits, num_page_indices, value_bytes))
-        float_bytes, int_bytes = max(float_bytes, size.float_bytes), max(int_bytes, size.int_bytes)
+    shapes = [shape]
+    if profile.arch == FA3_ARCH and not shape.decode and (shape.head_dim_qk, shape.head_dim_vo) in FA3_TILES:
+        shapes.append(replace(shape, backend="fa3"))
+    for one in shapes:
+        for tile_q in one.possible_tile_qs():
+            size = measure(one.capacity(one.config(tile_q, profile), profile, limits, num_page_indices, value_bytes))
+            float_bytes, int_bytes = max(float_bytes, size.float_bytes), max(int_bytes, size.int_bytes)
     return WorkspaceSize(float_bytes, int_bytes)

@@ -21,7 +21,7 @@ constexpr int kKWarp = 0, kVWarp = 1, kFirstRowsWarp = 2;
 // Warps that read a published segment: all but the one that publishes.
 constexpr int kWorkReaders = kConsumerWarps + 1 + kConsumers;
 // Registers of a thread after warpgroups have shared them out anew; together they are what the CTA starts with.
-constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;
+constexpr int kProducerRegisters = kHeadDimVo <= 64 ? 72 : 56, kConsumerRegisters = kHeadDimVo <= 64 ? 216 : 224;
 
 // Operand tiles lie as blocks of 64 columns, 128 bytes to a row, in the 128-byte swizzle that copies and products share.
 constexpr int kBlockColumns = 64, kBlockRowBytes = 128;

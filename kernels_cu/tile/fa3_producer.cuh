@@ -74,24 +74,28 @@ __device__ __forceinline__ void produce_k(const Fa3Params& params, const Shared&
   if (lane_idx() == 0) tma_prefetch_map(params.k);
   unsigned num_published = 0, count = 0;
   int num_boxes = boxes_per_tile(params);
-  SegmentKeys following = publish_next(params.base, shared, cursor, num_published++);
+  // Before the first segment, one without keys: publishing has one place, behind the first tile of the segment before.
+  SegmentKeys keys = {0, 0, 0, 0, 0, true};
 #pragma unroll 1
-  while (following.valid) {
-    SegmentKeys keys = following;
-    bool knows_following = false;
+  while (keys.valid) {
+    SegmentKeys following = {};
     BoxOrigin origin(params, keys, keys.kv_begin);
+    int key_begin = keys.kv_begin;
 #pragma unroll 1
-    for (int key_begin = keys.kv_begin; key_begin < keys.kv_end; key_begin += kKvTile, ++count) {
-      // The page table is read one tile ahead.
-      BoxOrigin next_origin(params, keys, key_begin + kKvTile);
-      wait_empty(shared, kKEmpty, count);
-      copy_tile<kQkBlocks>(params, params.k, shared.k_tile(count), shared.barrier(kKFull + count % kNumStages), origin, keys.kv_head, num_boxes);
-      origin = next_origin;
+    do {
+      if (key_begin < keys.kv_end) {
+        // The page table is read one tile ahead.
+        BoxOrigin next_origin(params, keys, key_begin + kKvTile);
+        wait_empty(shared, kKEmpty, count);
+        copy_tile<kQkBlocks>(params, params.k, shared.k_tile(count), shared.barrier(kKFull + count % kNumStages), origin, keys.kv_head, num_boxes);
+        origin = next_origin;
+        ++count;
+      }
       // Records of the next segment are read while the first tile of this one travels.
-      if (!knows_following) following = publish_next(params.base, shared, cursor, num_published++);
-      knows_following = true;
-    }
-    if (!knows_following) following = publish_next(params.base, shared, cursor, num_published++);
+      if (key_begin == keys.kv_begin) following = publish_next(params.base, shared, cursor, num_published++);
+      key_begin += kKvTile;
+    } while (key_begin < keys.kv_end);
+    keys = following;
   }
 }
 
