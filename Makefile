@@ -27,10 +27,10 @@ READY := $(VENV)/.ready-cuda$(CUDA)
 CUPYINFER := $(VENV)/bin/cupyinfer
 endif
 
-.PHONY: help setup demo test lint format test-gpu wheel clean
+.PHONY: help setup demo test lint format test-gpu test-matrix test-sanitizer wheel clean
 
 help: ## list the targets
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' Makefile | awk -F'|' '{ printf "  make %-10s %s\n", $$1, $$2 }'
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' Makefile | awk -F'|' '{ printf "  make %-14s %s\n", $$1, $$2 }'
 	@echo
 	@echo "  CUDA=12|13 picks the CuPy wheel, PYTHON=... the interpreter, VENV=none uses that interpreter as it is."
 
@@ -47,13 +47,19 @@ lint: $(READY) ## ruff (rules and format) and mypy
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
 
-format: $(READY) ## rewrite the sources and the README's tree in the project's format
+format: $(READY) ## rewrite the sources in the project's format, and the README's tree and sizes
 	$(RUN) -m ruff check --fix-only .
 	$(RUN) -m ruff format .
-	$(RUN) -m tests.project.tree
+	$(RUN) -m tests.project.readme
 
 test-gpu: $(READY) ## run the tests that need a CUDA GPU, and fail where there is none
 	$(RUN) -m pytest -m gpu --require-gpu $(ARGS)
+
+test-matrix: $(READY) ## run every cell of docs/MATRIX.md on the GPU; interrupted, the next run goes on
+	$(RUN) -m tests.matrix.run $(ARGS)
+
+test-sanitizer: $(READY) ## run a few cells under memcheck, racecheck and initcheck of compute-sanitizer
+	$(RUN) -m tests.matrix.sanitizer $(ARGS)
 
 wheel: $(READY) ## build the source archive and the wheel into dist/
 	$(RUN) -m build --no-isolation $(ARGS)

@@ -15,7 +15,7 @@ HALF_TYPES = ("float16", "bfloat16")
 #: Element types of 8-bit KV caches.
 FP8_TYPES = ("float8_e4m3fn", "float8_e5m2")
 
-_NUMPY = {
+_NUMPY: dict[str, np.dtype[Any]] = {
     "float16": np.dtype(np.float16),
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
     "float8_e4m3fn": np.dtype(ml_dtypes.float8_e4m3fn),

@@ -2,6 +2,12 @@
 // The one argument of every attention kernel; cupyinfer/backends/params.py mirrors it field by field.
 #pragma once
 
+// A kernel with a user variant begins with a generated `struct UserParams`, whose members are the variant's parameters and hooks,
+// and with these flags; see cupyinfer/jit/user_variant.py.
+#ifndef CUPYINFER_USER_VARIANT
+constexpr bool kUserQuery = false, kUserLogit = false, kUserMask = false, kUserOutput = false;
+#endif
+
 struct AttentionParams {
   // Arrays. Strides are in elements; the head dimension is contiguous.
   const void* q;    // [num_tokens, num_qo_heads, head_dim_qk]
@@ -35,6 +41,9 @@ struct AttentionParams {
   float rope_rcp_scale;       // 1 / rope_scale
   float rope_log2_theta;      // log2(rope_theta)
   int max_tiles;              // tile records that exist, used or not
+#ifdef CUPYINFER_USER_VARIANT
+  UserParams user;
+#endif
 };
 
 // Division by a number the host knows: `multiplier` is ceil(2^64 / divisor), or 0 for 1. Exact for all dividends and divisors

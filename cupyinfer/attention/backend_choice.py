@@ -19,6 +19,8 @@ def fa3_problem(options: AttentionOptions, arch: str, custom_mask: bool) -> str 
         return "is for prefill; decode reads each key once and is bound by memory"
     if options.kv_dtype != options.q_dtype:
         return f"needs a cache of the queries' type, got {options.kv_dtype} for {options.q_dtype} queries"
+    if options.user_variant is not None:
+        return "does not take a user variant"
     if custom_mask:
         return "has no custom masks"
     if options.pos_encoding_mode == "ROPE_LLAMA":

@@ -158,6 +158,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchAttentionWrapper):
             ArgumentError, ArgumentTypeError: an array that does not fit the plan, by name.
         """
         k, v = cache_views(paged_kv_cache, self._kv_layout)
-        options = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale, "out": out, "lse": lse, "return_lse": return_lse}
-        return self._run(q, k, v, options, {"window_left": window_left, "logits_soft_cap": logits_soft_cap, "sm_scale": sm_scale})
-
+        plan = self._planned()
+        if not (window_left is None and logits_soft_cap is None and sm_scale is None):
+            self._check_fixed(window_left=window_left, logits_soft_cap=logits_soft_cap, sm_scale=sm_scale)
+        return plan.run(q, k, v, out=out, lse=lse, return_lse=return_lse, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)

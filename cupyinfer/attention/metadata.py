@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from cupyinfer.interop import ArrayView, as_view, cupy_array
 from cupyinfer.schedule.geometry import BatchGeometry, Ints, host_integers
 
 _INT32_MAX = 2**31 - 1
+_UNSIGNED: dict[int, np.dtype[Any]] = {4: np.dtype(np.uint32), 8: np.dtype(np.uint64)}
 
 
 def is_on_gpu(values: Any) -> bool:
@@ -82,8 +84,10 @@ def page_table(indices: Any, num_entries: int, argument: str, copied: bool = Fal
         entries = host_integers(entries, argument)
     _check_entries(len(entries), num_entries, argument)
     used = entries[:num_entries]
-    low, high = (int(used.min()), int(used.max())) if num_entries else (0, -1)
-    if low < 0 or high > _INT32_MAX:
+    # One pass finds both ends: seen as unsigned, a negative id is larger than any that is allowed.
+    high = int(np.maximum.reduce(used.view(_UNSIGNED[used.itemsize]))) if num_entries else -1
+    if high > _INT32_MAX:
+        low = int(used.min())
         raise ArgumentError(f"{argument}: holds page id {low if low < 0 else high}, page ids are 0 to {_INT32_MAX}")
     return PageTable(num_entries, on_host=np.ascontiguousarray(used, np.int32), max_page=high)
 
@@ -126,8 +130,8 @@ class PlanValues:
 
     def offsets(self) -> dict[str, int]:
         """First byte of every host array in the block."""
-        ends = np.cumsum([0, *(_padded(array.nbytes) for array in self.blocks.values())])
-        return dict(zip(self.blocks, ends.tolist(), strict=False))
+        ends = accumulate((_padded(array.nbytes) for array in self.blocks.values()), initial=0)
+        return dict(zip(self.blocks, ends, strict=False))
 
     def write(self, block: npt.NDArray[np.uint8]) -> None:
         """Fill the block."""
@@ -195,7 +199,9 @@ def _pack_mask(custom_mask: Any, bits: Ints, per_request: Ints) -> npt.NDArray[n
     mask = np.asarray(custom_mask)
     total = int(bits.sum())
     if mask.shape != (total,):
-        raise ArgumentError(f"custom_mask: got shape {mask.shape}, expected ({total},): the sum over requests of qo_len * kv_len, flattened")
+        raise ArgumentError(
+            f"custom_mask: got shape {mask.shape}, expected ({total},): the sum over requests of qo_len * kv_len, flattened"
+        )
     if mask.dtype != np.bool_:
         if mask.dtype.kind not in "iu" or (mask.size and (mask.min() < 0 or mask.max() > 1)):
             raise ArgumentTypeError(f"custom_mask: got {mask.dtype}, expected bool (or integers 0 and 1)")

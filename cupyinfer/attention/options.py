@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import math
 import numbers
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache, wraps
+from typing import Any, ParamSpec, TypeVar
 
 from cupyinfer.dtypes import FP8_TYPES, HALF_TYPES, canonical_dtype, itemsize
 from cupyinfer.errors import ArgumentError, ArgumentTypeError
+from cupyinfer.jit.user_variant import UserVariant
 from cupyinfer.jit.variant import POS_ENCODINGS, AttentionVariant
 from cupyinfer.schedule.geometry import check_heads
 from cupyinfer.schedule.planner import PlanShape
@@ -18,6 +21,27 @@ from cupyinfer.schedule.tiling import KeySpan
 
 KV_LAYOUTS = ("NHD", "HND")
 MAX_GROUP_SIZE = 64
+#: Different sets of options that are kept checked.
+MAX_KEPT_OPTIONS = 256
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+
+
+def _kept(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """Keep results by arguments and their types (True is no 1 here); arguments that cannot be hashed are checked every time."""
+    cached = lru_cache(maxsize=MAX_KEPT_OPTIONS, typed=True)(function)
+
+    @wraps(function, updated=())
+    def call(*args: _Arguments.args, **options: _Arguments.kwargs) -> _Result:
+        try:
+            return cached(*args, **options)  # type: ignore[arg-type]
+        except TypeError:
+            pass  # either it cannot be hashed, or the next line says once more what is wrong
+        return function(*args, **options)
+
+    call.kept = cached  # type: ignore[attr-defined]
+    return call
 
 
 def check_kv_layout(kv_layout: Any) -> str:
@@ -68,6 +92,7 @@ class AttentionOptions:
         rope_theta: base of rotation frequencies.
         fixed_split_size: pages (ragged: keys) per part, or None.
         disable_split_kv: keep every unit in one CTA.
+        user_variant: CUDA source that changes the attention, or None.
     """
 
     decode: bool
@@ -88,8 +113,9 @@ class AttentionOptions:
     rope_theta: float
     fixed_split_size: int | None
     disable_split_kv: bool
+    user_variant: UserVariant | None = None
 
-    @property
+    @cached_property
     def shape(self) -> PlanShape:
         """What of this the schedule depends on, for fa2."""
         return PlanShape(
@@ -105,6 +131,16 @@ class AttentionOptions:
             self.disable_split_kv,
         )
 
+    @cached_property
+    def fa3_shape(self) -> PlanShape:
+        """The same for fa3."""
+        return replace(self.shape, backend="fa3")
+
+    @cached_property
+    def by_kernel(self) -> dict[tuple[str, int, bool, int], Any]:
+        """What the launch backends keep for these options: by backend, rows per tile, custom mask and device."""
+        return {}
+
     def variant(self, cta_tile_q: int, custom_mask: bool, backend: str = "fa2") -> AttentionVariant:
         """The kernel that serves this."""
         return AttentionVariant(
@@ -117,10 +153,12 @@ class AttentionOptions:
             custom_mask,
             self.logits_soft_cap > 0,
             self.pos_encoding_mode,
+            self.user_variant,
             backend,
         )
 
 
+@_kept
 def make_options(
     *,
     decode: bool,
@@ -192,7 +230,14 @@ def make_options(
         pos_encoding_mode=pos_encoding_mode,
         fixed_split_size=fixed_split_size,
         disable_split_kv=disable_split_kv,
-        **rope,
+        rope_scale=rope["rope_scale"],
+        rope_theta=rope["rope_theta"],
     )
     options.shape  # noqa: B018 - checks the split arguments
     return options
+
+
+@_kept
+def with_user_variant(options: AttentionOptions, user_variant: UserVariant) -> AttentionOptions:
+    """The same options under a user's variant; the same object for the same arguments, since backends keep kernels in it."""
+    return replace(options, user_variant=user_variant)

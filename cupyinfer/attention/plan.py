@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -13,22 +13,22 @@ from cupyinfer.attention.backend_choice import choose_backend
 from cupyinfer.attention.metadata import PageTable, PlanValues
 from cupyinfer.attention.options import AttentionOptions, check_float
 from cupyinfer.attention.run_arrays import ArrayChecker
+from cupyinfer.attention.user_arguments import UserValues
 from cupyinfer.attention.workspaces import Workspaces
-from cupyinfer.backends.arrays import RunScales, per_head_scale
+from cupyinfer.backends.arrays import OWN_PRODUCERS, RunScales, per_head_scale
 from cupyinfer.backends.device import read_profile
-from cupyinfer.backends.fa2 import Fa2Launcher
-from cupyinfer.backends.fa3 import Fa3Launcher
+from cupyinfer.backends.fa2 import Fa2Kernel, Fa2Launcher
+from cupyinfer.backends.fa3 import Fa3Kernel, Fa3Launcher
 from cupyinfer.backends.host_launcher import HostLauncher
 from cupyinfer.backends.params import division_multiplier
-from cupyinfer.errors import ArgumentError, BackendUnavailable
+from cupyinfer.errors import ArgumentError, BackendUnavailable, StateError
 from cupyinfer.interop import CPU_DEVICE, ArrayView, Device, as_view, hand_back, release_after_work, use_device
 from cupyinfer.schedule.capacity import BatchLimits
 from cupyinfer.schedule.geometry import BatchGeometry
 from cupyinfer.schedule.plan_info import PlanInfo
 from cupyinfer.schedule.planner import PlanDraft, draft_plan
 from cupyinfer.schedule.profile import DeviceProfile
-
-_OWN = ("cupy", "numpy")
+from cupyinfer.schedule.tiles import FA3_ARCH
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,11 +67,14 @@ class AttentionRequest:
             if num_pages > self.graph_pages:
                 raise ArgumentError(f"batch: refers to {num_pages} pages, this object's CUDA graph holds at most {self.graph_pages}")
             num_pages = self.graph_pages
-        tile_q = self.options.shape.tile_q(self.geometry, self.graph_limits)
-        backend = choose_backend(self.backend, self.options, profile.arch, self.values.mask_begin is not None, tile_q)
+        shape = self.options.shape
+        if self.backend == "fa3" or (self.backend == "auto" and not self.options.decode and profile.arch == FA3_ARCH):
+            tile_q = shape.tile_q(self.geometry, self.graph_limits)
+            if choose_backend(self.backend, self.options, profile.arch, self.values.mask_begin is not None, tile_q) == "fa3":
+                shape = self.options.fa3_shape
         return draft_plan(
             self.geometry,
-            replace(self.options.shape, backend=backend),
+            shape,
             profile,
             num_page_indices=num_pages,
             value_bytes=self.values.num_bytes,
@@ -96,6 +99,7 @@ class Plan:
         self._launcher = launcher
         self._pages = request.pages
         self._values = request.values
+        self._plain_scales = RunScales(request.options.sm_scale, 1.0, 1.0)
         self._checker = ArrayChecker(request.options, info, request.kv_layout, device, request.pages.max_page)
 
     def run(
@@ -110,12 +114,18 @@ class Plan:
         q_scale: float | None = None,
         k_scale: Any = None,
         v_scale: Any = None,
+        user: UserValues | None = None,
     ) -> Any:
-        """Attention of the planned batch. Arguments and errors as for the wrappers' `run`."""
+        """Attention of the planned batch. Arguments and errors as for the wrappers' `run`; `user` holds a variant's parameters."""
+        if (user is None) != (self.options.user_variant is None):
+            raise StateError("plan: one of a module with a user variant runs through that module, any other one without a variant")
+        scales = self._plain_scales
+        if not (q_scale is None and k_scale is None and v_scale is None):
+            scales = self._scales(q_scale, k_scale, v_scale)
         if self.device.kind == "cpu":
-            return self._run(q, k, v, out, lse, return_lse, q_scale, k_scale, v_scale)
+            return self._run(q, k, v, out, lse, return_lse, scales, None)
         with use_device(self.device.index):
-            return self._run(q, k, v, out, lse, return_lse, q_scale, k_scale, v_scale)
+            return self._run(q, k, v, out, lse, return_lse, scales, user)
 
     def run_single(self, like: Any, q: ArrayView, k: ArrayView, v: ArrayView, out: Any, lse: Any, scales: dict[str, Any]) -> Any:
         """Run on one query token whose outputs lack the token dimension, and hand them back as the array type of `like`."""
@@ -128,21 +138,23 @@ class Plan:
         return out if lse is None else (out, hand_back(lse, like))
 
     def _run(
-        self, q: Any, k: ArrayView, v: ArrayView, out: Any, lse: Any, return_lse: bool, q_scale: float | None, k_scale: Any, v_scale: Any
+        self, q: Any, k: ArrayView, v: ArrayView, out: Any, lse: Any, return_lse: bool, scales: RunScales, user: UserValues | None
     ) -> Any:
         made_out, made_lse = out is None, lse is None
         arrays, out, lse = self._checker.check(q, k, v, out, lse, return_lse)
-        self._launcher.launch(arrays, self._scales(q_scale, k_scale, v_scale))
-        foreign = [view for view in arrays[:5] if view is not None and view.producer not in _OWN]
-        if foreign:
+        if user is None:
+            self._launcher.launch(arrays, scales)
+        else:
+            assert isinstance(self._launcher, Fa2Launcher), "variants are planned for GPUs only"
+            self._launcher.launch(arrays, scales, user.packed)
+            release_after_work(user.views)
+        if arrays.foreign:
             out = hand_back(out, q) if made_out else out
             lse = hand_back(lse, q) if made_lse and lse is not None else lse
-            release_after_work(foreign)
+            release_after_work([view for view in arrays[:5] if view is not None and view.producer not in OWN_PRODUCERS])
         return (out, lse) if return_lse else out
 
     def _scales(self, q_scale: float | None, k_scale: Any, v_scale: Any) -> RunScales:
-        if q_scale is None and k_scale is None and v_scale is None:
-            return RunScales(self.options.sm_scale, 1.0, 1.0)
         sm_scale = self.options.sm_scale * (1.0 if q_scale is None else check_float(q_scale, "q_scale"))
         return RunScales(sm_scale, self._scale(k_scale, "k_scale"), self._scale(v_scale, "v_scale"))
 
@@ -172,13 +184,15 @@ def plan_attention(request: AttentionRequest, workspaces: Workspaces, profile: D
         BackendUnavailable: the workspaces' GPU cannot run kernels of `profile`.
     """
     device = workspaces.device
+    if device.kind != "cuda" and request.options.user_variant is not None:
+        raise BackendUnavailable(f"workspaces: lie on {device}; user variants are CUDA source and need a GPU")
     if device.kind == "cuda":
         own = read_profile(device.index)
         if profile is not None and profile.arch != own.arch:
             raise BackendUnavailable(f"profile: {profile.name} has kernels of {profile.arch}, the workspaces lie on a GPU of {own.arch}")
         profile = own if profile is None else profile
     draft = request.draft(workspaces.host_profile if profile is None else profile)
-    info = draft.place(*workspaces.allocators(draft.size))
+    info = draft.place(*workspaces.allocators(draft))
     _check_on_device(request, device)
     if device.kind == "cpu":
         return _plan_on_host(request, draft, info, workspaces)
@@ -186,6 +200,8 @@ def plan_attention(request: AttentionRequest, workspaces: Workspaces, profile: D
 
 
 def _check_on_device(request: AttentionRequest, device: Device) -> None:
+    if not request.values.device and request.pages.on_device is None:
+        return
     given = dict(request.values.device)
     if request.pages.on_device is not None:
         given["indices"] = request.pages.on_device
@@ -199,7 +215,7 @@ def _fill(request: AttentionRequest, draft: PlanDraft, info: PlanInfo, records: 
     draft.write_records(info, records)
     pages = request.pages.on_host
     if pages is not None:
-        records[info.page_indices_offset : info.page_indices_offset + pages.nbytes] = pages.view(np.uint8)
+        records[info.page_indices_offset : info.page_indices_offset + pages.nbytes].view(np.int32)[:] = pages
     if request.values.blocks:
         request.values.write(records[info.values_offset :])
 
@@ -236,41 +252,60 @@ def _plan_on_host(request: AttentionRequest, draft: PlanDraft, info: PlanInfo, w
     return Plan(request, info, CPU_DEVICE, launcher)
 
 
+def _planned_kernel(
+    options: AttentionOptions, backend: str, info: PlanInfo, custom_mask: bool, profile: DeviceProfile, device_id: int
+) -> Fa2Kernel:
+    """The kernel of a plan, loaded once for the same options; what follows from the options alone is in its parameters already."""
+    key = (backend, info.cta_tile_q, custom_mask, device_id)
+    kernel: Fa2Kernel | None = options.by_kernel.get(key)
+    if kernel is None:
+        group_size = options.num_qo_heads // options.num_kv_heads
+        fields = {
+            "num_qo_heads": options.num_qo_heads,
+            "num_kv_heads": options.num_kv_heads,
+            "group_size": group_size,
+            "page_size": options.page_size,
+            "by_group_size": division_multiplier(group_size),
+            "by_num_kv_heads": division_multiplier(options.num_kv_heads),
+            "by_page_size": division_multiplier(options.page_size),
+            "causal": options.causal,
+            "window_left": options.window_left,
+            "logits_soft_cap": options.logits_soft_cap,
+            "rope_rcp_scale": 1 / options.rope_scale,
+            "rope_log2_theta": np.log2(options.rope_theta),
+        }
+        make = Fa3Kernel if backend == "fa3" else Fa2Kernel
+        kernel = options.by_kernel[key] = make(options.variant(info.cta_tile_q, custom_mask, backend), profile, device_id, fields)
+    return kernel
+
+
 def _plan_on_gpu(request: AttentionRequest, draft: PlanDraft, info: PlanInfo, workspaces: Workspaces, profile: DeviceProfile) -> Plan:
-    options, device = request.options, workspaces.device
+    device, values = workspaces.device, request.values
     backend = draft.shape.backend
-    variant = options.variant(info.cta_tile_q, request.values.mask_begin is not None, backend)
-    launcher = (Fa3Launcher if backend == "fa3" else Fa2Launcher)(variant, profile, device.index)
+    kernel = _planned_kernel(request.options, backend, info, values.mask_begin is not None, profile, device.index)
     floats, ints = workspaces.float_address, workspaces.int_address
-    fields: dict[str, Any] = {
+    fields: dict[str, int] = {
         "tiles": ints + info.tiles_offset,
         "cta_work": ints + info.cta_work_offset,
         "merge_groups": ints + info.merge_groups_offset,
         "partial_o": floats + info.partial_o_offset,
         "partial_lse": floats + info.partial_lse_offset,
         "page_indices": ints + info.page_indices_offset if info.page_indices_offset >= 0 else 0,
-        "num_qo_heads": options.num_qo_heads,
-        "num_kv_heads": options.num_kv_heads,
-        "group_size": options.num_qo_heads // options.num_kv_heads,
-        "page_size": options.page_size,
         "max_tiles": draft.counts.num_tiles,
-        "by_group_size": division_multiplier(options.num_qo_heads // options.num_kv_heads),
-        "by_num_kv_heads": division_multiplier(options.num_kv_heads),
-        "by_page_size": division_multiplier(options.page_size),
-        "causal": options.causal,
-        "window_left": options.window_left,
-        "logits_soft_cap": options.logits_soft_cap,
-        "rope_rcp_scale": 1 / options.rope_scale,
-        "rope_log2_theta": np.log2(options.rope_theta),
     }
     pages = request.pages.on_device
     if pages is not None and not request.pages.copied:
         fields["page_indices"] = pages.ptr
-    for name, offset in request.values.offsets().items():
-        fields[name] = ints + info.values_offset + offset
-    for name, view in request.values.device.items():
+    if values.blocks:
+        fields.update((name, ints + info.values_offset + offset) for name, offset in values.offsets().items())
+    for name, view in values.device.items():
         fields[name] = view.ptr
-    launcher.prepare(fields, info.num_ctas, (workspaces, request.pages, request.values))
+    held = workspaces, request.pages, values
+    launcher: Fa2Launcher
+    if isinstance(kernel, Fa3Kernel):
+        launcher = Fa3Launcher(kernel, fields, info.num_ctas, held)
+    else:
+        launcher = Fa2Launcher(kernel, fields, info.num_ctas, held)
     if info.int_bytes:
         launcher.upload(lambda block: _fill(request, draft, info, block), info.int_bytes, ints)
     if pages is not None and request.pages.copied:

@@ -73,6 +73,7 @@ def ragged_prefill_request(
     checked = _options(
         (custom_mask, packed_custom_mask),
         paged=False,
+        page_size=1,
         num_qo_heads=num_qo_heads,
         num_kv_heads=num_kv_heads,
         head_dim_qk=head_dim_qk,
@@ -178,9 +179,10 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchAttentionWrapper):
             ArgumentError, ArgumentTypeError: an array that does not fit the plan, by name.
         """
         k, v = cache_views(paged_kv_cache, self._kv_layout)
-        options = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale, "out": out, "lse": lse, "return_lse": return_lse}
-        fixed = {"window_left": window_left, "logits_soft_cap": logits_soft_cap, "sm_scale": sm_scale, "causal": causal}
-        return self._run(q, k, v, options, fixed)
+        plan = self._planned()
+        if not (window_left is None and logits_soft_cap is None and sm_scale is None and causal is None):
+            self._check_fixed(window_left=window_left, logits_soft_cap=logits_soft_cap, sm_scale=sm_scale, causal=causal)
+        return plan.run(q, k, v, out=out, lse=lse, return_lse=return_lse, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
 
 
 class BatchPrefillWithRaggedKVCacheWrapper(BatchAttentionWrapper):
@@ -250,6 +252,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchAttentionWrapper):
             StateError: nothing was planned, or arrays of another batch.
             ArgumentError, ArgumentTypeError: an array that does not fit the plan, by name.
         """
-        options = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale, "out": out, "lse": lse, "return_lse": return_lse}
-        fixed = {"window_left": window_left, "logits_soft_cap": logits_soft_cap, "sm_scale": sm_scale, "causal": causal}
-        return self._run(q, as_view(k, "k"), as_view(v, "v"), options, fixed)
+        keys, values = as_view(k, "k"), as_view(v, "v")
+        plan = self._planned()
+        if not (window_left is None and logits_soft_cap is None and sm_scale is None and causal is None):
+            self._check_fixed(window_left=window_left, logits_soft_cap=logits_soft_cap, sm_scale=sm_scale, causal=causal)
+        return plan.run(q, keys, values, out=out, lse=lse, return_lse=return_lse, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from cupyinfer.attention.options import AttentionOptions
-from cupyinfer.backends.arrays import KvStrides, RunArrays, check_row_alignment, row_strides
+from cupyinfer.backends.arrays import OWN_PRODUCERS, ROW_ALIGNMENT, KvStrides, RunArrays, check_row_alignment, row_strides
 from cupyinfer.dtypes import FP8_TYPES, itemsize
 from cupyinfer.errors import ArgumentError, ArgumentTypeError, StateError
 from cupyinfer.interop import ArrayView, Device, as_view, empty_output, require_writable
@@ -25,7 +25,9 @@ def cache_views(cache: Any, kv_layout: str) -> _CacheViews:
     if isinstance(cache, (tuple, list)) and not isinstance(cache, ArrayView):
         if len(cache) != 2:
             raise ArgumentTypeError(f"paged_kv_cache: got {len(cache)} arrays, expected a pair (k_cache, v_cache) or one 5-D array")
-        views = as_view(cache[0], "k_cache"), as_view(cache[1], "v_cache")
+        views = k, v = as_view(cache[0], "k_cache"), as_view(cache[1], "v_cache")
+        if len(k.shape) == 4 == len(v.shape):
+            return views
     else:
         both = as_view(cache, "paged_kv_cache")
         if len(both.shape) != 5 or both.shape[1] != 2:
@@ -59,8 +61,8 @@ class ArrayChecker:
         self._kv_layout = kv_layout
         self._device = device
         self._max_page = max_page
-        self._seen: tuple[Any, ...] | None = None
-        self._kv_strides: tuple[KvStrides, KvStrides] = (KvStrides(0, 0, 0), KvStrides(0, 0, 0))
+        # What was checked last, and all its strides; one value, since runs may come from several threads.
+        self._last: tuple[tuple[Any, ...] | None, tuple[int, ...]] = None, ()
 
     def check(self, q: Any, k: ArrayView, v: ArrayView, out: Any, lse: Any, return_lse: bool) -> tuple[RunArrays, Any, Any]:
         """Return the arrays of a run, the output and the LSE array; the latter two are made if None was given.
@@ -70,31 +72,48 @@ class ArrayChecker:
             StateError: arrays of another batch than the planned one.
         """
         query = as_view(q, "q")
-        seen = (query.shape, query.strides, query.dtype, query.device, k[1:5], v[1:5])
-        if seen != self._seen:
-            self._check_query(query)
-            self._kv_strides = self._check_cache(k, "k", self._options.head_dim_qk), self._check_cache(v, "v", self._options.head_dim_vo)
-            if k.shape[:-1] != v.shape[:-1]:
-                raise ArgumentError(f"v: got shape {v.shape}, k has {k.shape}; they may differ in the last dimension only")
-            self._seen = seen
-        if out is None:
+        output = None if out is None else as_view(out, "out")
+        seen = (query[1:5], k[1:5], v[1:5], None if output is None else output[1:5])
+        last_seen, strides = self._last
+        new = seen != last_seen
+        kv_strides = self._check_inputs(query, k, v) if new else ()
+        if output is None:
             out = empty_output((*query.shape[:2], self._options.head_dim_vo), self._options.q_dtype, self._device)
             output = as_view(out, "out")
-        else:
-            output = as_view(out, "out")
+        elif new:
             self._check_output(output, query)
-        if (query.ptr | k.ptr | v.ptr | output.ptr) % 16:
+        elif not output.writable:
+            require_writable(output, "out")
+        if new:
+            strides = (*query.strides[:2], *kv_strides, *output.strides[:2])
+            self._last = seen, strides
+        if (query.ptr | k.ptr | v.ptr | output.ptr) % ROW_ALIGNMENT:
             for view, name in ((query, "q"), (k, "k"), (v, "v"), (output, "out")):
                 check_row_alignment(view, name)
         scores = None
-        if return_lse or lse is not None:
-            if lse is None:
-                lse = empty_output(query.shape[:2], "float32", self._device)
-                scores = as_view(lse, "lse")
-            else:
-                scores = as_view(lse, "lse")
-                self._check_lse(scores, query)
-        return RunArrays(query, k, v, output, scores, *self._kv_strides), out, lse
+        if lse is not None:
+            scores = as_view(lse, "lse")
+            self._check_lse(scores, query)
+        elif return_lse:
+            lse = empty_output(query.shape[:2], "float32", self._device)
+            scores = as_view(lse, "lse")
+        own = OWN_PRODUCERS
+        foreign = (
+            query.producer not in own
+            or k.producer not in own
+            or v.producer not in own
+            or output.producer not in own
+            or (scores is not None and scores.producer not in own)
+        )
+        return RunArrays(query, k, v, output, scores, strides, foreign), out, lse
+
+    def _check_inputs(self, q: ArrayView, k: ArrayView, v: ArrayView) -> tuple[int, ...]:
+        """Check what a run reads; returns the steps through k, then those through v."""
+        self._check_query(q)
+        strides = *self._check_cache(k, "k", self._options.head_dim_qk), *self._check_cache(v, "v", self._options.head_dim_vo)
+        if k.shape[:-1] != v.shape[:-1]:
+            raise ArgumentError(f"v: got shape {v.shape}, k has {k.shape}; they may differ in the last dimension only")
+        return strides
 
     def _check_device(self, view: ArrayView, name: str) -> None:
         if view.device != self._device:
@@ -160,5 +179,7 @@ class ArrayChecker:
         self._check_device(lse, "lse")
         require_writable(lse, "lse")
         contiguous = (lse.shape[1], 1)
-        if 0 not in lse.shape and any(have != want and size > 1 for have, want, size in zip(lse.strides, contiguous, lse.shape, strict=True)):
+        if 0 not in lse.shape and any(
+            have != want and size > 1 for have, want, size in zip(lse.strides, contiguous, lse.shape, strict=True)
+        ):
             raise ArgumentError(f"lse: got strides {lse.strides}, expected a contiguous array")

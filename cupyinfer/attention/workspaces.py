@@ -8,11 +8,13 @@ from typing import Any
 from cupyinfer.backends.device import current_device, has_gpu
 from cupyinfer.errors import ArgumentError, WorkspaceError
 from cupyinfer.interop import CPU_DEVICE, Device, as_view, cuda_device, cupy_array, numpy_array, require_writable
+from cupyinfer.schedule.planner import PlanDraft
 from cupyinfer.schedule.profile import HOST_PROFILE, DeviceProfile
 from cupyinfer.workspace import AlignedAllocator, WorkspaceSize, check_alignment
 from cupyinfer.workspace.allocator import buffer_address
 
 BACKENDS = ("auto", "fa2", "fa3", "host")
+_FLOAT_NAME, _INT_NAME = "float_workspace_buffer", "int_workspace_buffer"
 
 
 def check_backend(backend: Any) -> str:
@@ -36,9 +38,8 @@ class Workspaces:
     """
 
     def __init__(self, float_buffer: Any, int_buffer: Any, backend: str = "auto") -> None:
-        self._given = float_buffer is not None, int_buffer is not None
-        self.float_bytes, float_device = _bytes_of(float_buffer, "float_workspace_buffer")
-        self.int_bytes, int_device = _bytes_of(int_buffer, "int_workspace_buffer")
+        self.float_bytes, float_device = _bytes_of(float_buffer, _FLOAT_NAME)
+        self.int_bytes, int_device = _bytes_of(int_buffer, _INT_NAME)
         if float_device is not None and int_device is not None and float_device != int_device:
             raise ArgumentError(f"int_workspace_buffer: lies on {int_device}, float_workspace_buffer on {float_device}")
         self.device: Device = int_device or float_device or _default_device(backend)
@@ -61,19 +62,20 @@ class Workspaces:
         """Device address of the int workspace, 0 without one."""
         return 0 if self.int_bytes is None else buffer_address(self.int_bytes)
 
-    def allocators(self, size: WorkspaceSize) -> tuple[AlignedAllocator, AlignedAllocator]:
+    def allocators(self, draft: PlanDraft) -> tuple[AlignedAllocator, AlignedAllocator]:
         """Allocators that place into the buffers.
 
         Raises:
-            WorkspaceError: bytes are needed of a buffer that was not given, or a buffer is too small as a whole.
+            WorkspaceError: bytes are needed of a buffer that was not given.
         """
-        pairs = (("float_workspace_buffer", self.float_bytes, size.float_bytes), ("int_workspace_buffer", self.int_bytes, size.int_bytes))
-        allocators = []
-        for (name, buffer, needed), given in zip(pairs, self._given, strict=True):
-            if needed and not given:
+        if self.float_bytes is None or self.int_bytes is None:
+            self._check_given(draft.size)
+        return AlignedAllocator(self.float_bytes, _FLOAT_NAME), AlignedAllocator(self.int_bytes, _INT_NAME)
+
+    def _check_given(self, size: WorkspaceSize) -> None:
+        for name, buffer, needed in ((_FLOAT_NAME, self.float_bytes, size.float_bytes), (_INT_NAME, self.int_bytes, size.int_bytes)):
+            if needed and buffer is None:
                 raise WorkspaceError(f"{name}: was not given, this plan needs {needed} bytes (workspace_size tells beforehand)")
-            allocators.append(AlignedAllocator(buffer, name) if given else AlignedAllocator(name=name))
-        return allocators[0], allocators[1]
 
 
 def _default_device(backend: str) -> Device:

@@ -14,13 +14,11 @@ from cupyinfer.attention.plan import AttentionRequest, Plan, plan_attention
 from cupyinfer.attention.workspaces import Workspaces, check_backend
 from cupyinfer.backends.device import current_device, read_profile
 from cupyinfer.errors import ArgumentError, StateError
-from cupyinfer.interop import ArrayView
 from cupyinfer.schedule.capacity import BatchLimits
 from cupyinfer.schedule.geometry import BatchGeometry
 from cupyinfer.schedule.plan_info import PlanInfo
 from cupyinfer.schedule.profile import HOST_PROFILE, DeviceProfile, named_profile
 from cupyinfer.workspace import WorkspaceSize
-
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 #: Arguments of the request functions that a wrapper supplies.
@@ -52,7 +50,7 @@ def plan_values(options: AttentionOptions, geometry: BatchGeometry, masks: tuple
         values.add_per_head("alibi_slopes", alibi_slopes(options.num_qo_heads) if slopes is None else slopes, options.num_qo_heads)
     if sinks is not None:
         values.add_per_head("sinks", sinks, options.num_qo_heads)
-    if any(mask is not None for mask in masks):
+    if not (masks[0] is None and masks[1] is None):
         values.add_mask(geometry, *masks)
     return values
 
@@ -158,10 +156,9 @@ class BatchAttentionWrapper:
             raise StateError("run: nothing is planned; call plan first, and again after reset_workspace_buffer")
         return self._plan
 
-    def _run(self, q: Any, k: ArrayView, v: ArrayView, options: dict[str, Any], fixed: dict[str, Any]) -> Any:
-        """Run the plan. `fixed` are options that only a plan sets: naming one again must agree with it."""
-        plan = self._planned()
+    def _check_fixed(self, **fixed: Any) -> None:
+        """Refuse options that only a plan sets, unless they agree with it."""
+        options = self._planned().options
         for name, value in fixed.items():
-            if value is not None and value != getattr(plan.options, name):
-                raise ArgumentError(f"{name}: got {value} at run, the plan has {getattr(plan.options, name)}; options are fixed by plan")
-        return plan.run(q, k, v, **options)
+            if value is not None and value != getattr(options, name):
+                raise ArgumentError(f"{name}: got {value} at run, the plan has {getattr(options, name)}; options are fixed by plan")

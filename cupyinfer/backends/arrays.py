@@ -8,6 +8,8 @@ from typing import NamedTuple
 from cupyinfer.errors import ArgumentError, ArgumentTypeError
 from cupyinfer.interop import ArrayView
 
+#: Libraries whose arrays need no care after the launch.
+OWN_PRODUCERS = ("cupy", "numpy")
 #: Kernels move 16 bytes at a time, so every row of a head begins at a multiple of that.
 ROW_ALIGNMENT = 16
 
@@ -29,8 +31,8 @@ class RunArrays(NamedTuple):
         v: the same.
         o: [num_tokens, num_qo_heads, head_dim_vo].
         lse: float32 [num_tokens, num_qo_heads], or None.
-        k_strides: steps through k.
-        v_strides: steps through v.
+        strides: all steps in the order of the kernel's parameters, the same object as long as they stay the same.
+        foreign: some array belongs to another library than CuPy or NumPy.
     """
 
     q: ArrayView
@@ -38,8 +40,8 @@ class RunArrays(NamedTuple):
     v: ArrayView
     o: ArrayView
     lse: ArrayView | None
-    k_strides: KvStrides
-    v_strides: KvStrides
+    strides: tuple[int, ...]
+    foreign: bool
 
 
 class RunScales(NamedTuple):
@@ -90,5 +92,3 @@ def per_head_scale(values: ArrayView, argument: str, num_kv_heads: int) -> Array
     if values.shape != (num_kv_heads,) or (num_kv_heads > 1 and values.strides[0] != 1):
         raise ArgumentError(f"{argument}: got shape {values.shape}, expected contiguous ({num_kv_heads},), one per KV head")
     return values
-
-

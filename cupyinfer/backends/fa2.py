@@ -13,55 +13,81 @@ from cupyinfer.backends.arrays import RunArrays, RunScales
 from cupyinfer.backends.params import ATTENTION_PARAMS
 from cupyinfer.backends.staging import staging_pool
 from cupyinfer.interop import ArrayView, current_stream_ptr, is_capturing, use_device
-from cupyinfer.jit.module import load_kernel, params_pointer
+from cupyinfer.jit.module import load_kernel
 from cupyinfer.jit.variant import AttentionVariant
 from cupyinfer.schedule.profile import DeviceProfile
 
 # What changes from run to run: five pointers at the start of the record, and the strides together.
 _ARRAYS = struct.Struct("<5Q")
 _STRIDES = struct.Struct("<10q")
-_STRIDES_OFFSET = ATTENTION_PARAMS.fields["q_stride_token"][1]  # type: ignore[index]
+_CODES = {"u8": "Q", "i8": "q", "i4": "i", "f4": "f"}
+#: How to write one field of the record, and where.
+_FIELDS = {
+    name: (struct.Struct("<" + _CODES[f"{dtype.kind}{dtype.itemsize}"]).pack_into, offset)
+    for name, (dtype, offset, *_) in (ATTENTION_PARAMS.fields or {}).items()
+}
+_STRIDES_OFFSET = _FIELDS["q_stride_token"][1]
+
+
+class Fa2Kernel:
+    """A loaded kernel with the parameters that all plans of the same options have in common.
+
+    Args:
+        variant: which kernel; it is compiled and loaded here.
+        profile: the device's profile.
+        device_id: CUDA device ordinal.
+        fields: values of AttentionParams fields by name.
+    """
+
+    #: Layout of the kernel's parameters: ATTENTION_PARAMS, or what begins with one as its field `base`.
+    PARAMS = ATTENTION_PARAMS
+
+    def __init__(self, variant: AttentionVariant, profile: DeviceProfile, device_id: int, fields: dict[str, Any]) -> None:
+        from cupy.cuda.function import CPointer
+
+        self.device_id = device_id
+        self.config = variant.tile_config(profile.smem_per_sm, profile.smem_per_cta)
+        self.kernel = load_kernel(variant, profile, device_id)
+        record = np.zeros(1, self.PARAMS)
+        base = record if self.PARAMS is ATTENTION_PARAMS else record["base"]
+        for name, value in fields.items():
+            base[name] = value
+        # As bytes: NumPy copies records field by field, a hundred times slower.
+        self.record = record.view(np.uint8).reshape(-1)
+        if variant.user is not None:
+            self.record = np.append(self.record, np.zeros(struct.calcsize(variant.user.struct_format), np.uint8))
+        self.pointer = CPointer
 
 
 class Fa2Launcher:
     """A planned kernel on one device.
 
     Args:
-        variant: which kernel; it is compiled and loaded here.
-        profile: the device's profile.
-        device_id: CUDA device ordinal.
+        kernel: what to launch.
+        fields: integers and addresses of AttentionParams fields by name, those that stay the same between runs of one plan.
+        num_ctas: CTAs of the launch.
+        held: kept alive as long as this launcher: what the addresses among `fields` point to.
     """
 
-    #: Layout of the kernel's parameter record; it is ATTENTION_PARAMS, or begins with one as its field `base`.
-    PARAMS = ATTENTION_PARAMS
-
-    def __init__(self, variant: AttentionVariant, profile: DeviceProfile, device_id: int) -> None:
-        self.device_id = device_id
-        self.config = variant.tile_config(profile.smem_per_sm, profile.smem_per_cta)
-        self.kernel = load_kernel(variant, profile, device_id)
-        whole = np.zeros(1, self.PARAMS)
-        self._bytes = memoryview(whole.view(np.uint8))  # type: ignore[arg-type]
-        self._params = params_pointer(whole)
-        self._record = whole if self.PARAMS is ATTENTION_PARAMS else whole["base"]
+    def __init__(self, kernel: Fa2Kernel, fields: dict[str, int], num_ctas: int, held: object) -> None:
+        self.device_id = kernel.device_id
+        self.config = kernel.config
+        self.kernel = kernel.kernel
+        record = kernel.record.copy()
+        self._bytes = values = memoryview(record)  # type: ignore[arg-type]
+        self._params = kernel.pointer(record.ctypes.data)
+        for name, value in fields.items():
+            pack_into, offset = _FIELDS[name]
+            pack_into(values, offset, value)
         self._lock = threading.Lock()
-        self._grid = (0, 1, 1)
+        self._grid = (num_ctas, 1, 1)
         self._block = (32 * self.config.num_warps, 1, 1)
+        self._held = held
         self._uploaded: Any = None
         self._uploaded_on = 0
-        self._held: object = None
-
-    def prepare(self, fields: dict[str, Any], num_ctas: int, held: object) -> None:
-        """Set what stays the same between runs.
-
-        Args:
-            fields: values of AttentionParams fields by name.
-            num_ctas: CTAs of the launch.
-            held: kept alive as long as this launcher: what the pointers among `fields` point to.
-        """
-        for name, value in fields.items():
-            self._record[name] = value
-        self._grid = (num_ctas, 1, 1)
-        self._held = held
+        # What the record holds of the last run.
+        self._strides: tuple[int, ...] | None = None
+        self._scales: RunScales | None = None
 
     def upload(self, fill: Any, num_bytes: int, destination: int) -> None:
         """Queue the copy of a plan's records to the int workspace, on CuPy's current stream of the device."""
@@ -82,8 +108,14 @@ class Fa2Launcher:
             self._uploaded = cupy.cuda.Event(disable_timing=True)
             self._uploaded.record(cupy.cuda.get_current_stream(self.device_id))
 
-    def launch(self, arrays: RunArrays, scales: RunScales) -> None:
-        """Queue the kernel on CuPy's current stream of the device, which must be current."""
+    def launch(self, arrays: RunArrays, scales: RunScales, user_values: bytes | None = None) -> None:
+        """Queue the kernel on CuPy's current stream of the device, which must be current.
+
+        Args:
+            arrays: the arrays of this run.
+            scales: its factors.
+            user_values: the parameters of a user variant as its `struct_format` lays them out.
+        """
         if not self._grid[0]:
             return
         stream = current_stream_ptr(self.device_id)
@@ -91,11 +123,16 @@ class Fa2Launcher:
             import cupy
 
             cupy.cuda.get_current_stream(self.device_id).wait_event(self._uploaded)
-        q, k, v, o, lse, k_strides, v_strides = arrays
+        q, k, v, o, lse, strides, _ = arrays
         with self._lock:
             _ARRAYS.pack_into(self._bytes, 0, q.ptr, k.ptr, v.ptr, o.ptr, 0 if lse is None else lse.ptr)
-            _STRIDES.pack_into(self._bytes, _STRIDES_OFFSET, *q.strides[:2], *k_strides, *v_strides, *o.strides[:2])
-            self._set_scales(scales)
+            if strides is not self._strides:
+                _STRIDES.pack_into(self._bytes, _STRIDES_OFFSET, *strides)
+                self._strides = strides
+            if scales is not self._scales:
+                self._set_scales(scales)
+            if user_values is not None:
+                self._bytes[ATTENTION_PARAMS.itemsize :] = user_values
             self._set_maps(arrays)
             self.kernel.launch(self._grid, self._block, self.config.smem_bytes, self._params)
 
@@ -103,15 +140,23 @@ class Fa2Launcher:
         """Write what a kernel needs of the arrays besides addresses and strides; fa2 needs nothing."""
 
     def _set_scales(self, scales: RunScales) -> None:
-        record = self._record
         sm_scale, k_scale, v_scale = scales
         if isinstance(k_scale, ArrayView):
-            record["k_scale"] = k_scale.ptr
+            self._set("k_scale", k_scale.ptr)
         else:
-            record["k_scale"] = 0
+            self._set("k_scale", 0)
             sm_scale *= k_scale
-        record["sm_scale"] = sm_scale
+        # float32 first: a number beyond its range becomes infinite, which packing refuses.
+        self._set("sm_scale", np.float32(sm_scale))
         if isinstance(v_scale, ArrayView):
-            record["v_scale"], record["v_scale_tensor"] = v_scale.ptr, 1.0
+            self._set("v_scale", v_scale.ptr)
+            self._set("v_scale_tensor", 1.0)
         else:
-            record["v_scale"], record["v_scale_tensor"] = 0, v_scale
+            self._set("v_scale", 0)
+            self._set("v_scale_tensor", np.float32(v_scale))
+        # Arrays of scales are the caller's, not to be kept alive from run to run.
+        self._scales = None if isinstance(k_scale, ArrayView) or isinstance(v_scale, ArrayView) else scales
+
+    def _set(self, name: str, value: Any) -> None:
+        pack_into, offset = _FIELDS[name]
+        pack_into(self._bytes, offset, value)

@@ -52,7 +52,7 @@ class HostProblem:
         lse: float32 [num_tokens, num_qo_heads], base 2, written; None to leave it out.
         tiles: int32 [num_tiles, 12], a view of the int workspace.
         cta_work: int32 [num_ctas, 8], a view of the int workspace.
-        merge_groups: int32 [num_groups, 12], a view of the int workspace; only its `arrived` column is written.
+        merge_groups: int32 [num_groups, 12], a view of the int workspace; only its first counter is written.
         page_indices: int32 page table; None for ragged k and v.
         partial_o: float32 [num_partial_rows, head_dim_vo], a view of the float workspace, written.
         partial_lse: float32 [num_partial_rows], a view of the float workspace, written.

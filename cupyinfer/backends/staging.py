@@ -15,13 +15,14 @@ _MIN_BYTES = 1 << 14
 class _Block:
     """Pinned bytes, and the event behind the last copy that reads them."""
 
-    __slots__ = ("event", "memory")
+    __slots__ = ("address", "event", "memory")
 
     def __init__(self, num_bytes: int) -> None:
         import cupy
         import cupyx
 
         self.memory: npt.NDArray[np.uint8] = cupyx.empty_pinned(num_bytes, np.uint8)
+        self.address = int(self.memory.ctypes.data)
         self.event = cupy.cuda.Event(disable_timing=True)
 
 
@@ -42,12 +43,13 @@ class StagingPool:
             stream_ptr: handle of the stream.
             stream: the CuPy stream of that handle.
         """
-        from cupy.cuda import runtime
+        import cupy
 
+        runtime = cupy.cuda.runtime
         block = self._take(num_bytes)
         try:
             fill(block.memory[:num_bytes])
-            runtime.memcpyAsync(destination, block.memory.ctypes.data, num_bytes, runtime.memcpyHostToDevice, stream_ptr)
+            runtime.memcpyAsync(destination, block.address, num_bytes, runtime.memcpyHostToDevice, stream_ptr)
             block.event.record(stream)
             event = block.event
         finally:

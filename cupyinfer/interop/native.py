@@ -36,9 +36,10 @@ class _HostMemory:
 def numpy_array(view: ArrayView) -> np.ndarray[Any, Any]:
     """The NumPy array over the memory of a CPU view; bfloat16 and float8 as in ml_dtypes."""
     owner, dtype = view.owner, element_type(view.dtype)
-    # The owner of a view with other shape or strides than its own is more than the view shows.
-    if isinstance(owner, np.ndarray) and owner.ctypes.data == view.ptr and owner.shape == view.shape and owner.dtype == dtype:
-        if owner.strides == tuple(step * dtype.itemsize for step in view.strides):
+    if isinstance(owner, np.ndarray):
+        # The owner of a view with other shape or strides than its own is more than the view shows.
+        shown = (view.ptr, view.shape, tuple(step * dtype.itemsize for step in view.strides), dtype)
+        if (owner.ctypes.data, owner.shape, owner.strides, owner.dtype) == shown:
             return owner
     if 0 in view.shape:
         return np.empty(view.shape, dtype)

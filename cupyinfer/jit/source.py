@@ -70,7 +70,10 @@ def kernel_source(variant: KernelVariant, profile: DeviceProfile, root: Path | N
 def attention_source(variant: AttentionVariant, config: TileConfig, root: Path | None = None) -> KernelSource:
     """Assemble the source of one attention kernel with that tile shape."""
     kernel = "kernels/fa2_decode.cuh" if variant.cta_tile_q == 16 else f"kernels/{variant.backend}_prefill.cuh"
-    return assemble(str(variant), attention_constants(variant, config), kernel, "attention", config.smem_bytes, root)
+    constants = attention_constants(variant, config)
+    if variant.user is not None:
+        constants += expand_headers(kernels_dir() if root is None else root, "tile/user_element.cuh") + variant.user.source()
+    return assemble(str(variant), constants, kernel, "attention", config.smem_bytes, root)
 
 
 def helper_source(variant: HelperVariant, root: Path | None = None) -> KernelSource:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from cupyinfer.dtypes import FP8_TYPES, HALF_TYPES, itemsize
 from cupyinfer.errors import ArgumentError
+from cupyinfer.jit.user_variant import UserVariant
 from cupyinfer.schedule.tiles import CTA_TILE_Q, TileConfig, check_head_dims, fa3_tile_config, max_tile_q, tile_config
 
 POS_ENCODINGS = ("NONE", "ROPE_LLAMA", "ALIBI")
@@ -28,6 +29,7 @@ class AttentionVariant:
         custom_mask: a packed bit mask removes more keys.
         soft_cap: logits pass through ``cap * tanh(s / cap)``.
         pos_encoding: one of POS_ENCODINGS.
+        user: CUDA source that changes the attention, or None.
         backend: "fa2", or "fa3" for the Hopper prefill kernel.
     """
 
@@ -40,6 +42,7 @@ class AttentionVariant:
     custom_mask: bool = False
     soft_cap: bool = False
     pos_encoding: str = "NONE"
+    user: UserVariant | None = None
     backend: str = "fa2"
 
     def __post_init__(self) -> None:
@@ -67,7 +70,8 @@ class AttentionVariant:
         name += "_paged" if self.paged else "_ragged"
         name += "_mask" if self.custom_mask else ""
         name += "_cap" if self.soft_cap else ""
-        return name + ("" if self.pos_encoding == "NONE" else "_" + self.pos_encoding.split("_")[0].lower())
+        name += "" if self.pos_encoding == "NONE" else "_" + self.pos_encoding.split("_")[0].lower()
+        return name + ("" if self.user is None else f"_user_{self.user.name}")
 
     def tile_config(self, smem_per_sm: int, smem_per_cta: int) -> TileConfig:
         """Tile shape of this kernel on a GPU with that much shared memory."""

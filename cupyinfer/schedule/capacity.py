@@ -48,8 +48,9 @@ def capacity_counts(
     """Region counts that suffice for every batch within `limits` planned with this kernel and policy.
 
     A cut lies inside at most one unit and makes at most two parts of it, so `s` shares have at most `s - 1` merge groups and
-    `2 * (s - 1)` parts, and `partial_row_budget` holds besides. Whole units need neither. With a fixed split size every tile may
-    have as many parts as the longest request has. Requests of ``n_i`` packed rows have ``sum(ceil(n_i / tile))`` tiles, at most
+    `2 * (s - 1)` parts, and `partial_row_budget` holds besides. Equal pieces of 16-row tiles are at most one per CTA, with two or
+    more in a merge group. Whole units need neither. With a fixed split size every tile may have as many parts as the longest request
+    has. Requests of ``n_i`` packed rows have ``sum(ceil(n_i / tile))`` tiles, at most
     ``floor(sum(n_i) / tile)`` and one for every request with queries.
 
     Raises:
@@ -73,8 +74,9 @@ def capacity_counts(
         num_tiles *= parts
     elif policy.allowed and num_tiles:
         max_parts = partial_row_budget(num_sms, config) // tile_q
-        num_groups = min(grid, num_tiles * num_kv_heads)
+        num_groups = min(grid - 1, num_tiles * num_kv_heads)
         num_rows = min(max_parts, 2 * (grid - 1)) * rows_per_tile
-        # Equal units may be cut into tiles of their own, one per CTA at most.
-        num_tiles = max(num_tiles, grid // num_kv_heads)
+        if tile_q == 16:
+            # Equal pieces are tiles of their own.
+            num_tiles = max(num_tiles, grid // num_kv_heads)
     return RegionCounts(num_tiles, grid, num_groups, num_rows, head_dim_vo, num_page_indices, value_bytes)

@@ -3,23 +3,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from cupyinfer.errors import ArgumentError, ArgumentTypeError
+from cupyinfer.schedule.counting import counting
 
 Ints = npt.NDArray[np.int64]
 _INT32_MAX = 2**31 - 1
 _INT64_MAX = 2**63 - 1
+_ZERO = np.array(0)
 #: Keys of the longest request, and packed query rows: kernels count both in 32 bits, and may look one tile further.
 MAX_KV_LEN = MAX_PACKED_ROWS = _INT32_MAX - 2**16
 
 
-@dataclass(frozen=True, eq=False)
-class BatchGeometry:
+class BatchGeometry(NamedTuple):
     """One batch, as integers on the host. Arrays have one entry per request.
 
     Attributes:
@@ -44,6 +45,13 @@ class BatchGeometry:
     def batch_size(self) -> int:
         """Number of requests."""
         return len(self.kv_len)
+
+
+@lru_cache(maxsize=16)
+def _ones(count: int) -> Ints:
+    ones = np.ones(count, np.int64)
+    ones.flags.writeable = False
+    return ones
 
 
 def check_heads(num_qo_heads: int, num_kv_heads: int) -> int:
@@ -83,13 +91,13 @@ def host_integers(values: Any, argument: str) -> Ints:
 def _lengths(indptr: Ints, argument: str) -> Ints:
     if indptr.size == 0:
         raise ArgumentError(f"{argument}: is empty, a batch of n requests has n + 1 offsets")
-    if indptr[0] != 0:
+    if indptr.item(0) != 0:
         raise ArgumentError(f"{argument}: begins with {indptr[0]}, offsets begin with 0")
     lengths = indptr[1:] - indptr[:-1]
-    if lengths.min(initial=0) < 0:
+    if lengths.size and np.minimum.reduce(lengths) < 0:
         at = int(np.argmax(lengths < 0))
         raise ArgumentError(f"{argument}: decreases from {indptr[at]} to {indptr[at + 1]} at entry {at + 1}")
-    if indptr[-1] > _INT32_MAX:
+    if indptr.item(-1) > _INT32_MAX:
         raise ArgumentError(f"{argument}: ends at {indptr[-1]}, the largest supported offset is {_INT32_MAX}")
     return lengths
 
@@ -111,12 +119,15 @@ def paged_kv_lengths(indptr: Ints, last_page_len: Ints, page_size: int, names: t
     num_pages = _lengths(indptr, names[0])
     if len(last_page_len) != len(num_pages):
         raise ArgumentError(f"{names[1]}: has {len(last_page_len)} entries, {names[0]} describes {len(num_pages)} requests")
-    if last_page_len.min(initial=1) < 1 or last_page_len.max(initial=1) > page_size:
+    size = np.array(page_size)
+    missing = size - last_page_len
+    # Seen as unsigned, what lies outside of 0 to page_size - 1 is too large on either side.
+    if missing.size and np.maximum.reduce(missing.view(np.uint64)) >= page_size:
         _check_last_page_len(last_page_len, num_pages, page_size, names[1])
-    kv_len = num_pages * page_size
-    kv_len += last_page_len - page_size
-    np.maximum(kv_len, 0, out=kv_len)  # a request without pages
-    if int(indptr[-1]) * page_size > MAX_KV_LEN:
+    kv_len: Ints = num_pages * size
+    kv_len -= missing
+    np.maximum(kv_len, _ZERO, out=kv_len)  # a request without pages
+    if indptr.item(-1) * page_size > MAX_KV_LEN:
         _check_kv_len(kv_len, names[0])
     return kv_len
 
@@ -138,8 +149,7 @@ def decode_geometry(indptr: Ints, last_page_len: Ints, page_size: int) -> BatchG
     """One query token per request over a paged cache. Arrays as for `paged_kv_lengths`."""
     kv_len = paged_kv_lengths(indptr, last_page_len, page_size, ("indptr", "last_page_len"))
     batch = len(kv_len)
-    tokens = np.arange(batch + 1, dtype=np.int64)
-    return BatchGeometry(np.ones(batch, np.int64), kv_len, tokens[:-1], indptr[:-1], batch, int(indptr[-1]), uniform_qo_len=1)
+    return BatchGeometry(_ones(batch), kv_len, counting(batch), indptr[:-1], batch, indptr.item(-1), uniform_qo_len=1)
 
 
 def paged_prefill_geometry(qo_indptr: Ints, paged_kv_indptr: Ints, last_page_len: Ints, page_size: int) -> BatchGeometry:

@@ -62,11 +62,13 @@ def lay_out(counts: RegionCounts, float_allocator: AlignedAllocator, int_allocat
     Raises:
         WorkspaceError: a placing allocator's buffer is too small; the error names the region.
     """
-    offsets = []
-    for region, num_bytes in region_bytes(counts).items():
-        allocator = float_allocator if region in _FLOAT_REGIONS else int_allocator
-        offsets.append(-1 if num_bytes is None else allocator.aligned_alloc_offset(num_bytes, WORKSPACE_ALIGNMENT, region))
-    return Offsets(*offsets)
+    in_floats, in_ints = float_allocator.aligned_alloc_offset, int_allocator.aligned_alloc_offset
+    return Offsets._make(
+        [
+            -1 if num_bytes is None else (in_floats if region in _FLOAT_REGIONS else in_ints)(num_bytes, WORKSPACE_ALIGNMENT, region)
+            for region, num_bytes in region_bytes(counts).items()
+        ]
+    )
 
 
 def region_bytes(counts: RegionCounts) -> dict[str, int | None]:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -122,8 +123,7 @@ class PlanShape:
         return tuple(sorted({16, 64, max_tile_q(self.head_dim_vo)}))
 
 
-@dataclass(frozen=True, eq=False)
-class PlanDraft:
+class PlanDraft(NamedTuple):
     """A schedule and the regions it needs, before any memory is involved.
 
     Attributes:
@@ -152,18 +152,18 @@ class PlanDraft:
             WorkspaceError: a buffer is too small.
         """
         offsets = lay_out(self.counts, float_allocator, int_allocator)
+        geometry, (config, tiles, (cta_work, merge_groups, num_partial_rows)) = self.geometry, self.schedule
         kind = DecodePlanInfo if self.shape.decode else PrefillPlanInfo
-        schedule = self.schedule
-        return kind(
-            num_requests=self.geometry.batch_size,
-            num_qo_tokens=self.geometry.num_qo_tokens,
-            num_kv_entries=self.geometry.num_kv_entries,
-            num_ctas=schedule.num_ctas,
-            cta_tile_q=schedule.config.cta_tile_q,
-            kv_tile=schedule.config.kv_tile,
-            num_tiles=len(schedule.tiles),
-            num_merge_groups=len(schedule.partition.merge_groups),
-            num_partial_rows=schedule.partition.num_partial_rows,
+        return kind.of_fields(
+            num_requests=geometry.batch_size,
+            num_qo_tokens=geometry.num_qo_tokens,
+            num_kv_entries=geometry.num_kv_entries,
+            num_ctas=len(cta_work),
+            cta_tile_q=config.cta_tile_q,
+            kv_tile=config.kv_tile,
+            num_tiles=len(tiles),
+            num_merge_groups=len(merge_groups),
+            num_partial_rows=num_partial_rows,
             cuda_graph=int(self.cuda_graph),
             tiles_offset=offsets.tiles,
             cta_work_offset=offsets.cta_work,
@@ -184,7 +184,8 @@ class PlanDraft:
             (info.merge_groups_offset, self.schedule.partition.merge_groups),
         )
         for offset, values in regions:
-            records[offset : offset + values.nbytes] = values.reshape(-1).view(np.uint8)
+            if values.size:
+                records[offset : offset + values.nbytes].view(np.int32)[:] = values.reshape(-1)
 
 
 def draft_plan(

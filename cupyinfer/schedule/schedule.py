@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +14,7 @@ from cupyinfer.schedule.geometry import MAX_KV_LEN
 from cupyinfer.schedule.order import busiest_time, line_time, order_tiles
 from cupyinfer.schedule.partition import GROUP_INTS, Partition, cut_line, no_groups, whole_units_only
 from cupyinfer.schedule.tiles import TileConfig
-from cupyinfer.schedule.tiling import tile_iterations
+from cupyinfer.schedule.tiling import key_iterations, tile_iterations
 
 #: An even cut must beat whole units by this factor before anything is shared: merging is not free.
 _SHARING_GAIN = 1.02
@@ -45,6 +46,9 @@ class SplitPolicy:
     fixed_kv: int | None = None
 
 
+_DIVIDED, _KEPT_WHOLE = SplitPolicy(), SplitPolicy(allowed=False)
+
+
 def make_split_policy(fixed_split_size: int | None, disable_split_kv: bool, page_size: int, kv_tile: int) -> SplitPolicy:
     """The policy of a plan's arguments.
 
@@ -58,7 +62,7 @@ def make_split_policy(fixed_split_size: int | None, disable_split_kv: bool, page
         ArgumentError: both were given, or a size below 1.
     """
     if fixed_split_size is None:
-        return SplitPolicy(allowed=not disable_split_kv)
+        return _KEPT_WHOLE if disable_split_kv else _DIVIDED
     if isinstance(fixed_split_size, bool) or not isinstance(fixed_split_size, (int, np.integer)):
         raise ArgumentTypeError(f"fixed_split_size: got {type(fixed_split_size).__name__}, expected an int or None")
     if disable_split_kv:
@@ -70,8 +74,7 @@ def make_split_policy(fixed_split_size: int | None, disable_split_kv: bool, page
     return SplitPolicy(fixed_kv=-(-num_keys // kv_tile) * kv_tile)
 
 
-@dataclass(frozen=True, eq=False)
-class Schedule:
+class Schedule(NamedTuple):
     """Everything a launch reads besides arrays, as host integers.
 
     Attributes:
@@ -118,30 +121,56 @@ def make_schedule(
     grid = num_sms * config.ctas_per_sm
     merge_groups, num_partial_rows = no_groups(), 0
     piece_kv = policy.fixed_kv
-    if piece_kv is None and policy.allowed and config.cta_tile_q == 16 and len(tiles):
-        piece_kv = _equal_piece_kv(tiles, config, num_sms, num_kv_heads)
+    extent = _Extent.of(tiles, config.kv_tile) if piece_kv is None and len(tiles) else None
+    if extent is not None and policy.allowed and config.cta_tile_q == 16:
+        piece_kv = _equal_piece_kv(extent, config, num_sms, num_kv_heads)
     if piece_kv is not None:
         tiles, merge_groups, num_partial_rows = _split_tiles(tiles, config.kv_tile, num_kv_heads, piece_kv)
-    elif len(tiles):
-        automatic = _automatic if config.cta_tile_q == 16 else _automatic_prefill
-        tiles, partition = automatic(tiles, config, num_sms, num_kv_heads, policy.allowed, full_grid, keys_in_l2)
+    elif extent is not None:
+        if config.cta_tile_q == 16:
+            tiles, partition = _automatic(tiles, extent, config, num_sms, num_kv_heads, policy.allowed, full_grid)
+        else:
+            tiles, partition = _automatic_prefill(tiles, extent, config, num_sms, num_kv_heads, policy.allowed, full_grid, keys_in_l2)
         if partition is not None:
             return Schedule(config, tiles, partition)
     num_units = len(tiles) * num_kv_heads
-    # As many CTAs as there are units in every wave: neighbours then read the heads of one page at the same time.
-    num_ctas = -(-num_units // -(-num_units // grid)) if num_units else 0
+    num_ctas = min(num_units, grid)
+    if config.cta_tile_q == 16 and extent is not None and extent.shortest == extent.longest:
+        # As many CTAs as there are units in every wave, which takes no longer when units are equal and alone on their SMs:
+        # neighbours then read the heads of one page at the same time.
+        num_ctas = -(-num_units // -(-num_units // grid))
     cta_work = whole_units_only(grid if full_grid else num_ctas, num_units)
     return Schedule(config, tiles, Partition(cta_work, merge_groups, num_partial_rows))
 
 
-def _equal_piece_kv(tiles: npt.NDArray[np.int32], config: TileConfig, num_sms: int, num_kv_heads: int) -> int | None:
+class _Extent(NamedTuple):
+    """How long tiles are.
+
+    Attributes:
+        keys: [num_tiles] keys of each tile.
+        iterations: [num_tiles] iterations of each tile's units.
+        shortest, longest: least and most iterations.
+    """
+
+    keys: npt.NDArray[np.int32]
+    iterations: npt.NDArray[np.int32]
+    shortest: int
+    longest: int
+
+    @classmethod
+    def of(cls, tiles: npt.NDArray[np.int32], kv_tile: int) -> _Extent:
+        """Of one tile or more."""
+        keys = tiles[:, 5] - tiles[:, 4]
+        iterations = key_iterations(keys, kv_tile)
+        return cls(keys, iterations, int(np.minimum.reduce(iterations)), int(np.maximum.reduce(iterations)))
+
+
+def _equal_piece_kv(extent: _Extent, config: TileConfig, num_sms: int, num_kv_heads: int) -> int | None:
     """Keys per piece when equal pieces of all units fill the GPU almost evenly; None when units differ or no number of pieces does."""
-    keys = tiles[:, 5] - tiles[:, 4]
-    longest = int(keys.max())
-    if longest != int(keys.min()):
+    keys, iterations = extent.keys, extent.longest
+    if extent.shortest != iterations or np.minimum.reduce(keys) != np.maximum.reduce(keys):
         return None
-    grid, num_units = num_sms * config.ctas_per_sm, len(tiles) * num_kv_heads
-    iterations = max(1, -(-longest // config.kv_tile))
+    grid, num_units = num_sms * config.ctas_per_sm, len(keys) * num_kv_heads
     pieces = max(1, min(grid // num_units, iterations // _MIN_SHARE))
     per_piece = -(-iterations // pieces)
     busiest = -(-num_units * pieces // grid) * per_piece
@@ -151,17 +180,10 @@ def _equal_piece_kv(tiles: npt.NDArray[np.int32], config: TileConfig, num_sms: i
 
 
 def _automatic(
-    tiles: npt.NDArray[np.int32],
-    config: TileConfig,
-    num_sms: int,
-    num_kv_heads: int,
-    may_split: bool,
-    full_grid: bool,
-    keys_in_l2: int,
+    tiles: npt.NDArray[np.int32], extent: _Extent, config: TileConfig, num_sms: int, num_kv_heads: int, may_split: bool, full_grid: bool
 ) -> tuple[npt.NDArray[np.int32], Partition | None]:
     """16-row tiles in the order to work on them, and how CTAs share them; None when every unit is best left to one CTA."""
-    iterations = tile_iterations(tiles, config.kv_tile)
-    shortest, longest = int(iterations.min()), int(iterations.max())
+    _, iterations, shortest, longest = extent
     if shortest != longest and not may_split:
         # Longest first: the short ones at the end even out what the long ones left.
         order = (-iterations).argsort(kind="stable")
@@ -179,6 +201,7 @@ def _automatic(
 
 def _automatic_prefill(
     tiles: npt.NDArray[np.int32],
+    extent: _Extent,
     config: TileConfig,
     num_sms: int,
     num_kv_heads: int,
@@ -187,9 +210,8 @@ def _automatic_prefill(
     keys_in_l2: int,
 ) -> tuple[npt.NDArray[np.int32], Partition | None]:
     """As _automatic, for tiles of 64 rows and more."""
-    iterations = tile_iterations(tiles, config.kv_tile)
-    longest = int(iterations.max())
-    if int(iterations.min()) == longest:
+    _, iterations, shortest, longest = extent
+    if shortest == longest:
         if not may_split:
             return tiles, None
         tile_begin = _tile_begin(iterations, num_kv_heads)
@@ -219,9 +241,9 @@ def _automatic_prefill(
 
 def _tile_begin(iterations: npt.NDArray[np.int32], num_kv_heads: int) -> npt.NDArray[np.int64]:
     """Iterations of all units before each tile, and of all units at the end."""
-    tile_begin = np.zeros(len(iterations) + 1, np.int64)
-    tile_begin[1:] = iterations
-    tile_begin.cumsum(out=tile_begin)
+    tile_begin = np.empty(len(iterations) + 1, np.int64)
+    tile_begin[0] = 0
+    np.add.accumulate(iterations, dtype=np.int64, out=tile_begin[1:])
     tile_begin *= num_kv_heads
     return tile_begin
 
@@ -285,9 +307,12 @@ def _crowding(num_ctas: int, num_sms: int, grid: int) -> float:
 def _split_tiles(
     tiles: npt.NDArray[np.int32], kv_tile: int, num_kv_heads: int, fixed_kv: int
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], int]:
-    """Tiles cut along the keys into chunks of `fixed_kv`, their merge groups, and the rows of partial results."""
+    """Tiles cut along the keys into pieces of `fixed_kv`, each a tile of its own, their merge groups, and the rows of partial results."""
     keys = tiles[:, 5].astype(np.int64) - tiles[:, 4]
-    if keys.max(initial=0) <= fixed_kv:
+    longest = keys.max(initial=0)
+    if longest <= fixed_kv:
+        if not keys.size or np.minimum.reduce(keys) == longest:
+            return tiles, no_groups(), 0
         order = (-keys).argsort(kind="stable")
         return tiles[order], no_groups(), 0
     chunks = np.maximum(-(-keys // fixed_kv), 1)

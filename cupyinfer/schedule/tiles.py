@@ -136,7 +136,7 @@ def fa3_tile_config(head_dim_qk: int, head_dim_vo: int) -> TileConfig:
 
 
 def fa3_smem_bytes(cta_tile_q: int, kv_tile: int, num_stages: int, head_dim_qk: int, head_dim_vo: int) -> int:
-    """Shared memory of an fa3 kernel: K/V ring, two query tiles and an output tile (wide heads: one query tile, output over it), records."""
+    """Shared memory of an fa3 kernel: K/V ring, two query tiles and an output tile (wide heads: one, outputs over it), records."""
     ring = num_stages * kv_tile * (head_dim_qk + head_dim_vo) * 2
     rows = cta_tile_q * (2 * head_dim_qk + head_dim_vo if head_dim_qk <= 128 else head_dim_qk) * 2
     return ring + rows + 2048 + 1024  # control block; alignment to the swizzle's period

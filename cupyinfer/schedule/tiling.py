@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
 
+from cupyinfer.schedule.counting import counting
 from cupyinfer.schedule.geometry import BatchGeometry
 from cupyinfer.schedule.tiles import max_tile_q
 
@@ -17,6 +19,7 @@ TILE_FIELDS = (
     "kv_len", "kv_base", "qo_len", "split_group", "split_part", "mask_begin",
 )  # fmt: skip
 TILE_INTS = len(TILE_FIELDS)
+_ONE = np.array(1, np.int32)
 
 
 @dataclass(frozen=True)
@@ -76,49 +79,80 @@ def make_tiles(
         int32 [num_tiles, 12], fields as TILE_FIELDS.
     """
     batch = geometry.batch_size
-    one_tile_each = geometry.uniform_qo_len is not None and geometry.uniform_qo_len * group_size <= cta_tile_q
-    if one_tile_each:
-        tiles = np.empty((batch, TILE_INTS), np.int32)
-        request: npt.NDArray[np.int64] | slice = slice(None)
-        tiles[:, 0] = np.arange(batch)
-        row_begin: npt.NDArray[np.int64] | int = 0
-        num_rows: npt.NDArray[np.int64] | int = int(geometry.uniform_qo_len or 0) * group_size
-    else:
-        rows = geometry.qo_len * group_size
-        per_request = -(-rows // cta_tile_q)
-        first = np.cumsum(per_request) - per_request
-        request = np.repeat(np.arange(batch), per_request)
-        row_begin = (np.arange(len(request)) - first[request]) * cta_tile_q
-        num_rows = np.minimum(cta_tile_q, rows[request] - row_begin)
-        tiles = np.empty((len(request), TILE_INTS), np.int32)
-        tiles[:, 0] = request
+    if geometry.uniform_qo_len is not None and geometry.uniform_qo_len * group_size <= cta_tile_q:
+        return _one_tile_each(geometry, geometry.uniform_qo_len, group_size, kv_tile, span, mask_begin)
+    rows = geometry.qo_len * group_size
+    per_request = -(-rows // cta_tile_q)
+    first = np.add.accumulate(per_request) - per_request
+    request = np.repeat(counting(batch), per_request)
+    row_begin = (counting(len(request)) - first[request]) * cta_tile_q
+    num_rows = np.minimum(cta_tile_q, rows[request] - row_begin)
+    tiles = np.empty((len(request), TILE_INTS), np.int32)
     kv_len = geometry.kv_len[request]
-    position = kv_len - geometry.qo_len[request]
+    qo_len = geometry.qo_len[request]
+    position = kv_len - qo_len
     kv_end = kv_len
-    if span.causal and not one_tile_each:
-        kv_end = np.clip(position + (row_begin + num_rows - 1) // group_size + 1, 0, kv_len)
+    if span.causal:
+        kv_end = np.minimum(np.maximum(position + (row_begin + num_rows - 1) // group_size + 1, 0), kv_len)
+    tiles[:, 0] = request
     tiles[:, 1] = geometry.q_begin[request]
     tiles[:, 2] = row_begin
     tiles[:, 3] = num_rows
-    if span.window_left >= 0:
-        kv_begin = np.minimum(np.maximum(position + row_begin // group_size - span.window_left, 0), kv_end)
-        tiles[:, 4] = kv_begin // kv_tile * kv_tile
-    else:
-        tiles[:, 4] = 0
+    tiles[:, 4] = 0 if span.window_left < 0 else _first_key(position + row_begin // group_size, kv_end, kv_tile, span.window_left)
     tiles[:, 5] = kv_end
     tiles[:, 6] = kv_len
     tiles[:, 7] = geometry.kv_base[request]
-    tiles[:, 8] = geometry.qo_len[request]
+    tiles[:, 8] = qo_len
     tiles[:, 9] = -1
     tiles[:, 10] = 0
     tiles[:, 11] = 0 if mask_begin is None else mask_begin[request]
     return tiles
 
 
+def _one_tile_each(
+    geometry: BatchGeometry, qo_len: int, group_size: int, kv_tile: int, span: KeySpan, mask_begin: npt.NDArray[np.int64] | None
+) -> npt.NDArray[np.int32]:
+    """Tiles of requests that have one each, and as many queries: decode. Causal or not, the last query sees every key."""
+    tiles = _tile_template(geometry.batch_size, qo_len, group_size).copy()
+    kv_len = geometry.kv_len
+    tiles[:, 1] = geometry.q_begin
+    if span.window_left >= 0:
+        tiles[:, 4] = _first_key(kv_len - qo_len, kv_len, kv_tile, span.window_left)
+    tiles[:, 5] = kv_len
+    tiles[:, 6] = kv_len
+    tiles[:, 7] = geometry.kv_base
+    if mask_begin is not None:
+        tiles[:, 11] = mask_begin
+    return tiles
+
+
+@lru_cache(maxsize=16)
+def _tile_template(batch: int, qo_len: int, group_size: int) -> npt.NDArray[np.int32]:
+    """The fields that follow from the number of requests alone, to copy from; 48 bytes per request are kept."""
+    tiles = np.zeros((batch, TILE_INTS), np.int32)
+    tiles[:, 0] = counting(batch)
+    tiles[:, 3] = qo_len * group_size
+    tiles[:, 8] = qo_len
+    tiles[:, 9] = -1
+    tiles.flags.writeable = False
+    return tiles
+
+
+def _first_key(position: npt.NDArray[np.int64], kv_end: npt.NDArray[np.int64], kv_tile: int, window_left: int) -> npt.NDArray[np.int64]:
+    """First key of tiles whose first query has that position, rounded down to an iteration."""
+    begin: npt.NDArray[np.int64] = np.minimum(np.maximum(position - window_left, 0), kv_end) // kv_tile * kv_tile
+    return begin
+
+
 def tile_iterations(tiles: npt.NDArray[np.int32], kv_tile: int) -> npt.NDArray[np.int32]:
     """Iterations of each tile's units: at least one, so that a tile without keys still gets its zeros written."""
-    iterations: npt.NDArray[np.int32] = tiles[:, 5] - tiles[:, 4]
-    iterations += kv_tile - 1
-    iterations //= kv_tile
-    np.maximum(iterations, 1, out=iterations)
+    return key_iterations(tiles[:, 5] - tiles[:, 4], kv_tile)
+
+
+def key_iterations(keys: npt.NDArray[np.int32], kv_tile: int) -> npt.NDArray[np.int32]:
+    """The same from the number of keys of each tile."""
+    tile = np.array(kv_tile, np.int32)
+    iterations: npt.NDArray[np.int32] = keys + (tile - _ONE)
+    iterations //= tile
+    np.maximum(iterations, _ONE, out=iterations)
     return iterations

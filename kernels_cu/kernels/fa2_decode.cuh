@@ -16,10 +16,11 @@ static_assert(kSmemBytes == kNumWarps * kNumStages * kSlotBytes + kJoinSlots * s
 __device__ __forceinline__ void accumulate_values(WarpState& state, const float (&weights)[2][4], unsigned values, int lane) {
   unsigned p[4] = {pack_pair<kMmaElement>(weights[0][0], weights[0][1]), pack_pair<kMmaElement>(weights[0][2], weights[0][3]),
                    pack_pair<kMmaElement>(weights[1][0], weights[1][1]), pack_pair<kMmaElement>(weights[1][2], weights[1][3])};
+  unsigned lane_rows = values + value_lane_offset(lane);
 #pragma unroll
   for (int group = 0; group < kOutputTiles / 2; ++group) {
     unsigned b[2][2];
-    load_values(values, group, lane, b);
+    load_values(lane_rows, group, b);
     mma_m16n8k16(state.o[2 * group], p, b[0][0], b[0][1]);
     mma_m16n8k16(state.o[2 * group + 1], p, b[1][0], b[1][1]);
   }
@@ -60,7 +61,7 @@ extern "C" __global__ void __launch_bounds__(kNumWarps * 32, 1) attention(const 
       loader.load_half(params, kKeysFollowKeys, at.behind());
       rows.multiply_keys(at.slot, key, lane, logits);
       rows.finish_logits(params, tile, key, lane, logits);
-      state.absorb(logits);
+      state.absorb(logits, tile.num_rows);
       at.advance();
       at.wait();
       loader.load_half(params, !kKeysFollowKeys, at.behind());

@@ -63,7 +63,7 @@ __device__ __forceinline__ void attend(const AttentionParams& params, const Work
       }
       if (active) {
         if constexpr (kTransformLogits) transform_logits(params, work, first_key, logit_scales, s);
-        if (kCustomMask || !span.sees_all(key_begin)) mask_logits(params, work, first_key, s);
+        if (kCustomMask || kUserMask || !span.sees_all(key_begin)) mask_logits(params, work, first_key, s);
         update_softmax(s, logit_scales, state, o);
       }
       if (!kTwoStages && part == 0) {

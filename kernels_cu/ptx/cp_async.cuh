@@ -2,6 +2,11 @@
 // Asynchronous 16-byte copies from global to shared memory.
 #pragma once
 
+// Copy 16 bytes past L1.
+__device__ __forceinline__ void cp_async_16(unsigned smem, const void* global) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(smem), "l"(global) : "memory");
+}
+
 // Copy 16 bytes past L1, or fill them with zeros when `valid` is false; the source is then not read.
 __device__ __forceinline__ void cp_async_16(unsigned smem, const void* global, bool valid) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(smem), "l"(global), "r"(valid ? 16 : 0) : "memory");

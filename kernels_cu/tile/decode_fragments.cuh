@@ -6,7 +6,7 @@
 #include "ptx/mma.cuh"
 #include "tile/decode_ring.cuh"
 #include "tile/rope.cuh"
-#include "tile/rows.cuh"
+#include "tile/user_variant.cuh"
 
 constexpr bool kFp8 = kKvBytes == 1;
 constexpr int kQkSteps = kHeadDimQk / 16;
@@ -15,6 +15,13 @@ constexpr int kOutputTiles = kHeadDimVo / 8;
 // First of the two query dimensions that register pair `half` (0, 1) of k-step `step` holds in lane column `c`.
 // fp8 keys arrive four dimensions to a lane, so there the dimensions of a step are dealt out in fours.
 __device__ __forceinline__ int fragment_dim(int step, int half, int c) { return step * 16 + (kFp8 ? 4 * c + 2 * half : 2 * c + 8 * half); }
+
+// Two neighbouring query elements through the user's transform, rounded to their type again.
+__device__ __forceinline__ unsigned transform_query_pair(const AttentionParams& params, const Tile& tile, const Row& row, int dim, unsigned pair) {
+  float low, high;
+  unpack_pair<kQElement>(pair, low, high);
+  return pack_pair<kQElement>(user_query(params, tile, row, dim, low), user_query(params, tile, row, dim + 1, high));
+}
 
 // Query fragments of rows g and g + 8, zero for rows the tile does not have.
 __device__ __forceinline__ void load_query(const AttentionParams& params, const Tile& tile, const Row (&row)[2], int lane,
@@ -30,6 +37,9 @@ __device__ __forceinline__ void load_query(const AttentionParams& params, const 
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         q[step][r + 2 * half] = valid ? __ldg(reinterpret_cast<const unsigned*>(source + fragment_dim(step, half, c))) : 0u;
+        if constexpr (kUserQuery) {
+          if (valid) q[step][r + 2 * half] = transform_query_pair(params, tile, row[r], fragment_dim(step, half, c), q[step][r + 2 * half]);
+        }
       }
     }
     q_scale[r] = 1.f;
@@ -98,35 +108,39 @@ __device__ __forceinline__ void query_to_half(unsigned (&q)[kQkSteps][4], float 
   }
 }
 
-// Key fragments of one k-step: b[n][0..1] for keys 8n .. 8n + 7 of the block.
-__device__ __forceinline__ void load_keys(unsigned block, int step, int lane, unsigned (&b)[2][2]) {
-  int matrix = lane / 8, row_in_matrix = lane % 8;
+// Where this lane's rows of a block begin in a slot, for load_keys and load_values.
+__device__ __forceinline__ unsigned key_lane_offset(int lane) {
+  int matrix = lane / 8;
+  return kFp8 ? Swizzle<kKRowChunks * 16>::offset(lane % 8 + matrix % 2 * 8, 0) : Swizzle<kKRowChunks * 16>::offset(lane % 8 + matrix / 2 * 8, matrix % 2);
+}
+
+__device__ __forceinline__ unsigned value_lane_offset(int lane) {
+  return Swizzle<kVRowChunks * 16>::offset(lane % 8 + lane / 8 % 2 * 8, kFp8 ? 0 : lane / 16);
+}
+
+// Key fragments of one k-step: b[n][0..1] for keys 8n .. 8n + 7 of the block. `lane_rows` is the slot plus key_lane_offset.
+__device__ __forceinline__ void load_keys(unsigned lane_rows, int step, unsigned (&b)[2][2]) {
   unsigned r[4];
   if constexpr (!kFp8) {
-    int row = row_in_matrix + (matrix / 2) * 8, chunk = 2 * step + matrix % 2;
-    ldmatrix_x4(r, block + Swizzle<kKRowChunks * 16>::offset(row, chunk));
+    ldmatrix_x4(r, Swizzle<kKRowChunks * 16>::advance(lane_rows, 2 * step));
     b[0][0] = r[0], b[0][1] = r[1], b[1][0] = r[2], b[1][1] = r[3];
   } else {
     // One 16-byte chunk is a whole k-step; matrices 2 and 3 repeat the first two.
-    int row = row_in_matrix + (matrix % 2) * 8;
-    ldmatrix_x4(r, block + Swizzle<kKRowChunks * 16>::offset(row, step));
+    ldmatrix_x4(r, Swizzle<kKRowChunks * 16>::advance(lane_rows, step));
 #pragma unroll
     for (int n = 0; n < 2; ++n) b[n][0] = fp8_pair_to_half(r[n]), b[n][1] = fp8_pair_to_half(r[n] >> 16);
   }
 }
 
-// Value fragments of 16 output dimensions: b[n][0..1] for output tile 2 * group + n.
-__device__ __forceinline__ void load_values(unsigned block, int group, int lane, unsigned (&b)[2][2]) {
-  int matrix = lane / 8;
-  int row = lane % 8 + (matrix % 2) * 8;
+// Value fragments of 16 output dimensions: b[n][0..1] for output tile 2 * group + n. `lane_rows` is the slot plus value_lane_offset.
+__device__ __forceinline__ void load_values(unsigned lane_rows, int group, unsigned (&b)[2][2]) {
   unsigned r[4];
   if constexpr (!kFp8) {
-    int chunk = 2 * group + matrix / 2;
-    ldmatrix_x4_trans(r, block + Swizzle<kVRowChunks * 16>::offset(row, chunk));
+    ldmatrix_x4_trans(r, Swizzle<kVRowChunks * 16>::advance(lane_rows, 2 * group));
     b[0][0] = r[0], b[0][1] = r[1], b[1][0] = r[2], b[1][1] = r[3];
   } else {
     // A 16-bit unit is two neighbouring dimensions: even ones feed tile 2 * group, odd ones the next.
-    ldmatrix_x4_trans(r, block + Swizzle<kVRowChunks * 16>::offset(row, group));
+    ldmatrix_x4_trans(r, Swizzle<kVRowChunks * 16>::advance(lane_rows, group));
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
       b[0][k] = fp8_pair_to_half(__byte_perm(r[k], 0, 0x4420));

@@ -72,6 +72,18 @@ __device__ __forceinline__ void write_columns(const AttentionParams& params, con
   }
 }
 
+// The user's transform on columns of a final row: output tiles 2 * group and 2 * group + 1.
+__device__ __forceinline__ void transform_columns(const AttentionParams& params, const JoinRecord& record, int row_in_tile, int group, int c,
+                                                  float (&columns)[2][2]) {
+  if (record.segment.group >= 0 || row_in_tile >= record.tile.num_rows) return;
+  Row row = make_row(params, record.tile, record.segment.kv_head, row_in_tile);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+#pragma unroll
+    for (int j = 0; j < 2; ++j) columns[half][j] = user_output(params, record.tile, row, output_dim(2 * group + half, c, j), columns[half][j]);
+  }
+}
+
 // Sum the columns over the warps, in order, and write them: each warp takes every kNumWarps-th group of 16.
 template <int kRows>
 __device__ __forceinline__ void write_joined(const AttentionParams& params, const JoinRecord& record, const JoinSpace& space, int warp, int lane) {
@@ -91,6 +103,7 @@ __device__ __forceinline__ void write_joined(const AttentionParams& params, cons
       }
 #pragma unroll
       for (int j = 0; j < 2; ++j) columns[0][j] *= joined.finish[r].scale, columns[1][j] *= joined.finish[r].scale;
+      if constexpr (kUserOutput) transform_columns(params, record, g + 8 * r, group, c, columns);
       if (g + 8 * r < record.tile.num_rows) write_columns(params, record, g + 8 * r, group, c, columns[0], columns[1]);
     }
   }

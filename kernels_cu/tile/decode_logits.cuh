@@ -16,7 +16,7 @@ struct RowGroup {
   unsigned q[kQueryInSmem ? 1 : kQkSteps][4];  // query fragments
   const float2* turns;      // RoPE frequencies
   uint4* q_shared;          // the same by step and lane, when they do not fit registers
-  float scale[2];           // logit = scale * (q . k): natural with a soft cap, log2 domain otherwise
+  float scale[2];           // logit = scale * (q . k): natural with a soft cap or a user's transform, log2 domain otherwise
   float slope[2];           // ALiBi slope in the log2 domain
   int all_see_from, all_see_to;  // every row of the tile sees the keys in [all_see_from, all_see_to]
 
@@ -33,7 +33,7 @@ struct RowGroup {
     if constexpr (kFp8 && kQElement == Element::kBfloat16) query_to_half(loaded, q_scale);
     keep_query(loaded);
     float common = params.sm_scale * (params.k_scale != nullptr ? __ldg(params.k_scale + segment.kv_head) : 1.f);
-    if constexpr (!kSoftCap) common *= kLog2E;
+    if constexpr (!kSoftCap && !kUserLogit) common *= kLog2E;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       scale[r] = common * q_scale[r];
@@ -75,12 +75,13 @@ struct RowGroup {
   __device__ __forceinline__ void multiply_keys(unsigned keys, int key, int lane, float (&logits)[2][4]) const {
 #pragma unroll
     for (int n = 0; n < 2; ++n) logits[n][0] = logits[n][1] = logits[n][2] = logits[n][3] = 0.f;
+    unsigned lane_rows = keys + key_lane_offset(lane);
     if constexpr (kPosEncoding == PosEncoding::kRopeLlama) {
 #pragma unroll kStepsAtOnce
       for (int step = 0; step < kQkSteps / 2; ++step) {
         unsigned low[2][2], high[2][2];
-        load_keys(keys, step, lane, low);
-        load_keys(keys, step + kQkSteps / 2, lane, high);
+        load_keys(lane_rows, step, low);
+        load_keys(lane_rows, step + kQkSteps / 2, high);
         rotate_keys(turns, key, step, lane, low, high);
         multiply_step(step, low, logits);
         multiply_step(step + kQkSteps / 2, high, logits);
@@ -89,7 +90,7 @@ struct RowGroup {
 #pragma unroll kStepsAtOnce
       for (int step = 0; step < kQkSteps; ++step) {
         unsigned b[2][2];
-        load_keys(keys, step, lane, b);
+        load_keys(lane_rows, step, b);
         multiply_step(step, b, logits);
       }
     }
@@ -102,21 +103,27 @@ struct RowGroup {
     mma_m16n8k16(logits[1], a, b[1][0], b[1][1]);
   }
 
-  // Scale, cap, bias and mask the logits of the block that begins with `key`.
+  // Scale, transform, cap, bias and mask the logits of the block that begins with `key`.
   __device__ __forceinline__ void finish_logits(const AttentionParams& params, const Tile& tile, int key, int lane, float (&logits)[2][4]) const {
-    bool mask = kCustomMask || key < all_see_from || key + kBlockKeys - 1 > all_see_to;
+    bool mask = kCustomMask || kUserMask || key < all_see_from || key + kBlockKeys - 1 > all_see_to;
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
+        if (i >= 2 && tile.num_rows <= 8) continue;
         const Row& own = row[i / 2];
         int own_key = key + 8 * n + 2 * (lane % 4) + i % 2;
         float logit = logits[n][i] * scale[i / 2];
+        if constexpr (kUserLogit) {
+          logit = user_logit(params, tile, own, own_key, logit);
+          if constexpr (!kSoftCap) logit *= kLog2E;
+        }
         if constexpr (kSoftCap) logit = params.logits_soft_cap * kLog2E * tanh_ex2(logit / params.logits_soft_cap);
         if constexpr (kPosEncoding == PosEncoding::kAlibi) logit += slope[i / 2] * (own_key - own.position);
         if (mask) {
           bool seen = own_key >= own.lo && own_key <= own.hi;
           if constexpr (kCustomMask) seen = seen && custom_mask_bit(params, tile, own, own_key);
+          if constexpr (kUserMask) seen &= user_mask(params, tile, own, own_key);
           if (!seen) logit = neg_inf();
         }
         logits[n][i] = logit;

@@ -15,55 +15,44 @@ constexpr int kVRowChunks = kHeadDimVo * kKvBytes / 16;
 // A slot of the ring holds the keys of one block, or its values.
 constexpr int kSlotBytes = kBlockKeys * 16 * (kKRowChunks > kVRowChunks ? kKRowChunks : kVRowChunks);
 
+// Rows that one instruction of a warp copies when whole rows divide its 32 chunks, else 0.
+constexpr int kKRowsAtOnce = 32 % kKRowChunks == 0 ? 32 / kKRowChunks : 0;
+constexpr int kVRowsAtOnce = 32 % kVRowChunks == 0 ? 32 / kVRowChunks : 0;
+
 // Runs ahead of the arithmetic. Page ids are loaded one block before the copies that need them, so that no copy waits for one.
+// A block inside one page, all of whose keys are seen, is copied by stepping from row to row. Any other is addressed key by key.
 struct BlockLoader {
   WorkCursor<true> cursor;
   Tile tile;
   Segment segment;
   int warp, lane;
-  int key;           // first key of the next block, past the end when there is none
-  bool active;
-  KvSlot slot;       // of key `key + lane % 16`
-  long long offset;  // of that key's row: K in lanes 0-15, V in lanes 16-31; -1 for a key no row sees, which is zero-filled
+  int key;            // first key of the next block, past the end when there is none
+  bool active, plain;
+  bool pages_hold_blocks;
+  KvSlot slot;        // plain: of the block's first key; else of key `key + lane % 16`
 
   __device__ __forceinline__ BlockLoader(const AttentionParams& params, int warp_idx, int lane_idx)
-      : cursor(params), key(0), warp(warp_idx), lane(lane_idx), active(true) {
+      : cursor(params), warp(warp_idx), lane(lane_idx), key(0), active(true) {
     segment.kv_end = 0;
+    pages_hold_blocks = !kPaged || params.page_size % kBlockKeys == 0;
     seek(params);
   }
 
-  // Copy the next half-block, which the caller knows to be keys or values.
+  // Copy the next half-block, which the caller knows to be keys or values. Always closes one group.
   __device__ __forceinline__ void load_half(const AttentionParams& params, bool keys, unsigned slot_address) {
-    if (keys) {
-      load_keys(params, slot_address);
-    } else {
-      load_values(params, slot_address);
+    if (active) {
+      if (keys) {
+        copy<true>(params, slot_address);
+      } else {
+        copy<false>(params, slot_address);
+        key += kNumWarps * kBlockKeys;
+        seek(params);
+      }
     }
+    cp_async_commit();
   }
 
  private:
-  // Copy the keys of the next block to a slot. Always closes one group, as does load_values.
-  __device__ __forceinline__ void load_keys(const AttentionParams& params, unsigned slot_address) {
-    if (active) {
-      offset = -1;
-      if (is_seen(key + (lane & 15))) {
-        offset = lane < 16 ? k_row_offset(params, slot, segment.kv_head) : v_row_offset(params, slot, segment.kv_head);
-      }
-      copy_rows<kKRowChunks>(static_cast<const char*>(params.k), slot_address, 0);
-    }
-    cp_async_commit();
-  }
-
-  // Copy the values of the same block, and look up the page ids of the one after it.
-  __device__ __forceinline__ void load_values(const AttentionParams& params, unsigned slot_address) {
-    if (active) {
-      copy_rows<kVRowChunks>(static_cast<const char*>(params.v), slot_address, 16);
-      key += kNumWarps * kBlockKeys;
-      seek(params);
-    }
-    cp_async_commit();
-  }
-
   // Whether any row of the tile may see the key; the others' pages may not exist.
   __device__ __forceinline__ bool is_seen(int some_key) const { return some_key >= segment.first_seen && some_key < segment.kv_end; }
 
@@ -75,7 +64,8 @@ struct BlockLoader {
       key = segment.kv_begin + warp * kBlockKeys;
       if (warp == 0) prefetch_query(params);
     }
-    int own_key = key + (lane & 15);
+    plain = kKRowsAtOnce > 0 && kVRowsAtOnce > 0 && pages_hold_blocks && is_seen(key) && is_seen(key + kBlockKeys - 1);
+    int own_key = plain ? key : key + (lane & 15);
     if (is_seen(own_key)) slot = kv_slot(params, tile, own_key);
   }
 
@@ -88,15 +78,42 @@ struct BlockLoader {
     for (int dim = lane < 16 ? 0 : 64; dim < kHeadDimQk; dim += 128) prefetch_l2(q + dim);
   }
 
+  template <bool kIsK>
+  __device__ __forceinline__ long long row_offset(const AttentionParams& params, KvSlot at) const {
+    return kIsK ? k_row_offset(params, at, segment.kv_head) : v_row_offset(params, at, segment.kv_head);
+  }
+
+  template <bool kIsK>
+  __device__ __forceinline__ void copy(const AttentionParams& params, unsigned slot_address) const {
+    constexpr int kRowChunks = kIsK ? kKRowChunks : kVRowChunks, kRowsAtOnce = kIsK ? kKRowsAtOnce : kVRowsAtOnce;
+    const char* base = static_cast<const char*>(kIsK ? params.k : params.v);
+    if constexpr (kKRowsAtOnce > 0 && kVRowsAtOnce > 0) {
+      if (plain) {
+        int row = lane / kRowChunks, chunk = lane % kRowChunks;
+        const char* source = base + row_offset<kIsK>(params, {slot.page, slot.slot + row}) + chunk * 16;
+        long long step_bytes = (kIsK ? params.k_stride_token : params.v_stride_token) * (kRowsAtOnce * kKvBytes);
+        unsigned target = slot_address + Swizzle<kRowChunks * 16>::offset(row, chunk);
+#pragma unroll
+        for (int first = 0; first < kBlockKeys; first += kRowsAtOnce) {
+          cp_async_16(Swizzle<kRowChunks * 16>::advance_rows(target, first), source);
+          source += step_bytes;
+        }
+        return;
+      }
+    }
+    copy_by_key<kRowChunks>(base, slot_address, is_seen(key + (lane & 15)) ? row_offset<kIsK>(params, slot) : -1);
+  }
+
+  // `offset` is that of key `key + lane % 16`'s row, or -1 for a key that no row sees, which becomes zeros.
   template <int kRowChunks>
-  __device__ __forceinline__ void copy_rows(const char* base, unsigned destination, int first_lane) {
+  __device__ __forceinline__ void copy_by_key(const char* base, unsigned slot_address, long long offset) const {
     static_assert(kBlockKeys * kRowChunks % 32 == 0, "a block is copied by whole warps");
 #pragma unroll
     for (int step = 0; step < kBlockKeys * kRowChunks / 32; ++step) {
       int idx = step * 32 + lane;
       int row = idx / kRowChunks, chunk = idx % kRowChunks;
-      long long row_offset = __shfl_sync(0xffffffffu, offset, first_lane + row);
-      cp_async_16(destination + Swizzle<kRowChunks * 16>::offset(row, chunk), base + (row_offset < 0 ? 0 : row_offset + chunk * 16), row_offset >= 0);
+      long long row_offset = __shfl_sync(0xffffffffu, offset, row);
+      cp_async_16(slot_address + Swizzle<kRowChunks * 16>::offset(row, chunk), base + (row_offset < 0 ? 0 : row_offset + chunk * 16), row_offset >= 0);
     }
   }
 };

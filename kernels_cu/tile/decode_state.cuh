@@ -18,10 +18,14 @@ struct WarpState {
     row_sum[0] = row_sum[1] = 0.f;
   }
 
-  // Rescale to the new maxima; `logits` become weights 2^(logit - max).
-  __device__ __forceinline__ void absorb(float (&logits)[2][4]) {
+  // Rescale to the new maxima; `logits` become weights 2^(logit - max). Rows 8 to 15 are left out when `num_rows` says that there are none.
+  __device__ __forceinline__ void absorb(float (&logits)[2][4], int num_rows) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
+      if (r == 1 && num_rows <= 8) {
+        logits[0][2] = logits[0][3] = logits[1][2] = logits[1][3] = 0.f;
+        continue;
+      }
       float largest = fmaxf(fmaxf(logits[0][2 * r], logits[0][2 * r + 1]), fmaxf(logits[1][2 * r], logits[1][2 * r + 1]));
       largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
       largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
@@ -39,8 +43,11 @@ struct WarpState {
           row_sum[r] += logits[n][j];
         }
       }
+      // The maximum soon stops growing, and most blocks need no rescaling.
+      if (__any_sync(0xffffffffu, rescale != 1.f)) {
 #pragma unroll
-      for (int n = 0; n < kOutputTiles; ++n) o[n][2 * r] *= rescale, o[n][2 * r + 1] *= rescale;
+        for (int n = 0; n < kOutputTiles; ++n) o[n][2 * r] *= rescale, o[n][2 * r + 1] *= rescale;
+      }
     }
   }
 

@@ -5,7 +5,7 @@
 #include "ptx/convert.cuh"
 #include "ptx/math.cuh"
 #include "ptx/sync.cuh"
-#include "tile/rows.cuh"
+#include "tile/user_variant.cuh"
 
 // How to finish a row: o = scale * accumulator, and the base-2 log-sum-exp.
 struct RowFinish {
@@ -116,7 +116,8 @@ __device__ __forceinline__ void merge_columns(const AttentionParams& params, con
     }
     Row row = make_row(params, tile, segment.kv_head, row_in_tile);
     RowFinish finish = finish_row(params, row, segment.kv_head, row_max, row_sum);
-    *reinterpret_cast<unsigned*>(output_row(params, tile, row) + column) = pack_pair<kQElement>(sum.x * finish.scale, sum.y * finish.scale);
+    float low = user_output(params, tile, row, column, sum.x * finish.scale), high = user_output(params, tile, row, column + 1, sum.y * finish.scale);
+    *reinterpret_cast<unsigned*>(output_row(params, tile, row) + column) = pack_pair<kQElement>(low, high);
     if (column == 0) store_lse(params, tile, row, finish.lse);
   }
 }

@@ -3,8 +3,8 @@
 #pragma once
 
 #include "tile/kv_address.cuh"
-#include "tile/rows.cuh"
 #include "tile/prefill_swizzle.cuh"
+#include "tile/user_variant.cuh"
 
 constexpr bool kFp8Kv = kKvBytes == 1;
 constexpr bool kRope = kPosEncoding == PosEncoding::kRopeLlama;
@@ -15,7 +15,7 @@ constexpr int kRowTiles = kWarpRows / 16;    // 16-row matrix tiles of a warp
 constexpr int kDimTiles = kHeadDimVo / 8;    // 8-wide column tiles of the output
 // Keys whose logits a warp holds at a time. Where the output takes half of all registers, what is done to keys or logits on
 // their way takes those that the logits of 64 keys would need.
-constexpr bool kBusyLoop = kFp8Kv || kAlibi || kSoftCap || kCustomMask || kRope;
+constexpr bool kBusyLoop = kFp8Kv || kAlibi || kSoftCap || kCustomMask || kRope || kUserLogit || kUserMask;
 constexpr int kLogitKeys = kBusyLoop && kRowTiles * kDimTiles >= 32 ? 32 : kKvTile;
 constexpr int kKeyTiles = kLogitKeys / 8;    // 8-key column tiles of the logits
 constexpr int kThreadRows = 2 * kRowTiles;   // rows a thread holds logits and outputs of

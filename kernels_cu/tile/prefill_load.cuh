@@ -10,14 +10,16 @@
 #include "tile/prefill_layout.cuh"
 #include "tile/prefill_rope.cuh"
 
-// Queries that change on their way in: rotated, or turned into the half type and column order of fp8 products.
-constexpr bool kConvertQ = kRope || kFp8Kv;
+// Queries that change on their way in: transformed, rotated, or turned into the half type and column order of fp8 products.
+constexpr bool kConvertQ = kRope || kFp8Kv || kUserQuery;
 // bfloat16 reaches beyond half, so its rows are scaled by a power of two on their way to half.
 constexpr bool kScaleQRows = kMmaElement != kQElement;
 
-// From a raw product of one KV head to a logit in the log2 domain, or to a logit as a fraction of the soft cap.
+// From a raw product of one KV head to a logit in the log2 domain, to a logit as a fraction of the soft cap, or to the natural logit
+// that a user's transform takes.
 __device__ __forceinline__ float head_logit_scale(const AttentionParams& params, int kv_head) {
   float scale = params.sm_scale * (params.k_scale != nullptr ? __ldg(params.k_scale + kv_head) : 1.f);
+  if constexpr (kUserLogit) return scale;
   return kSoftCap ? scale / params.logits_soft_cap : scale * kLog2E;
 }
 
@@ -71,7 +73,7 @@ __device__ __forceinline__ float2 half_range_scale(unsigned largest) {
   return {__uint_as_float((268u - exponent) << 23), __uint_as_float((exponent - 14u) << 23)};
 }
 
-// Load, rotate and convert the warp's query rows, one row at a time. Rows that are scaled on their way to half undo that in
+// Load, transform, rotate and convert the warp's query rows, one row at a time. Rows that are scaled on their way to half undo that in
 // their logit scale.
 __device__ __forceinline__ void convert_q_rows(const AttentionParams& params, const Work& work, unsigned char* q_tile, const float2* turns,
                                                float* logit_scales) {
@@ -93,6 +95,11 @@ __device__ __forceinline__ void convert_q_rows(const AttentionParams& params, co
       float(&x)[4] = value[step];
       unpack_pair<kQElement>(__ldg(reinterpret_cast<const unsigned*>(source + i)), x[0], x[1]);
       unpack_pair<kQElement>(__ldg(reinterpret_cast<const unsigned*>(source + i + kHeadDimQk / 2)), x[2], x[3]);
+      if constexpr (kUserQuery) {
+        Row row = make_row(params, work.tile, work.segment.kv_head, row_in_tile);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) x[e] = user_query(params, work.tile, row, i + e % 2 + e / 2 * (kHeadDimQk / 2), x[e]);
+      }
       if constexpr (kRope) {
         rotate(rope_cos_sin(turns[i], position), x[0], x[2]);
         rotate(rope_cos_sin(turns[i + 1], position), x[1], x[3]);

@@ -37,6 +37,13 @@ __device__ __forceinline__ void write_direct(const AttentionParams& params, cons
 #pragma unroll
     for (int block = 0; block < kHeadDimVo / 16; ++block) {
       DimBlock dims(o, r, block, finish.scale);
+      if (kUserOutput && valid) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          int dim = block * 16 + (kFp8Kv ? c * 4 + i : i / 2 * 8 + c * 2 + i % 2);
+          dims.x[i] = user_output(params, work.tile, row, dim, dims.x[i]);
+        }
+      }
       unsigned low = pack_pair<kQElement>(dims.x[0], dims.x[1]), high = pack_pair<kQElement>(dims.x[2], dims.x[3]);
       if constexpr (kFp8Kv) {
         *reinterpret_cast<uint2*>(staging + Swizzle<kORowBytes>::offset(row_in_warp, block * 2 + c / 2) + c % 2 * 8) = {low, high};

@@ -12,7 +12,8 @@ struct Row {
 };
 
 __device__ __forceinline__ Row make_row(const AttentionParams& params, const Tile& tile, int kv_head, int row_in_tile) {
-  int packed = tile.row_begin + row_in_tile;
+  // Hooks of a user variant are given rows that exist: the last one stands for those that the tile does not have.
+  int packed = tile.row_begin + (kUserLogit || kUserMask ? min(row_in_tile, tile.num_rows - 1) : row_in_tile);
   Row row;
   row.token = divide(packed, params.by_group_size);
   row.head = kv_head * params.group_size + (packed - row.token * params.group_size);

@@ -5,8 +5,8 @@
 #include "ptx/math.cuh"
 #include "tile/prefill_load.cuh"
 
-// Logits that a soft cap or ALiBi has already brought to the log2 domain; others are scaled inside the exponent.
-constexpr bool kTransformLogits = kSoftCap || kAlibi;
+// Logits that a user's transform, a soft cap or ALiBi has already brought to the log2 domain; others are scaled inside the exponent.
+constexpr bool kTransformLogits = kSoftCap || kAlibi || kUserLogit;
 // Growth of a row's maximum, in powers of two, that the exponentials take on before the output is rescaled. Half holds 2^8.
 constexpr float kLazyGrowth = 8.f;
 // Stands for the maximum of a row that has seen no key: finite, so that -inf minus it is still -inf.
@@ -27,7 +27,13 @@ __device__ __forceinline__ float exponent_scale(const float* logit_scales, int r
   return kTransformLogits ? 1.f : logit_scales[kScaleQRows ? thread_row(r) : 0];
 }
 
-// Soft cap, then ALiBi; the results are in the log2 domain.
+// A natural logit through the user's transform, ready for the soft cap or the exponent.
+__device__ __forceinline__ float user_logit_of(const AttentionParams& params, const Work& work, const Row& row, int key, float logit) {
+  logit = user_logit(params, work.tile, row, key, logit);
+  return kSoftCap ? logit / params.logits_soft_cap : logit * kLog2E;
+}
+
+// The user's transform, soft cap, then ALiBi; the results are in the log2 domain.
 __device__ __forceinline__ void transform_logits(const AttentionParams& params, const Work& work, int key_begin, const float* logit_scales,
                                                  Logits& s) {
 #pragma unroll
@@ -38,12 +44,15 @@ __device__ __forceinline__ void transform_logits(const AttentionParams& params, 
       slope = thread_row(r) < work.tile.num_rows ? __ldg(params.alibi_slopes + row.head) * kLog2E : 0.f;
       bias = slope * static_cast<float>(key_begin + lane_idx() % 4 * 2 - row.position);
     }
+    Row user_row;
+    if constexpr (kUserLogit) user_row = make_row(params, work.tile, work.segment.kv_head, recompute_from(thread_row(r)));
 #pragma unroll
     for (int n = 0; n < kKeyTiles; ++n) {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         float& x = s[r / 2][n][r % 2 * 2 + e];
         x *= scale;
+        if constexpr (kUserLogit) x = user_logit_of(params, work, user_row, key_begin + lane_idx() % 4 * 2 + n * 8 + e, x);
         if constexpr (kSoftCap) x = params.logits_soft_cap * kLog2E * tanh_ex2(x);
         if constexpr (kAlibi) x += fmaf(slope, static_cast<float>(n * 8 + e), bias);
       }
@@ -68,6 +77,7 @@ __device__ __forceinline__ void mask_logits(const AttentionParams& params, const
       for (int e = 0; e < 2; ++e) {
         bool visible = n * 8 + e >= lo && n * 8 + e <= hi;
         if constexpr (kCustomMask) visible = visible && (__ldg(bytes + n + (shift + e) / 8) >> (shift + e) % 8 & 1);
+        if constexpr (kUserMask) visible &= user_mask(params, work.tile, row, first_key + n * 8 + e);
         if (!visible) s[r / 2][n][r % 2 * 2 + e] = neg_inf();
       }
     }

@@ -117,6 +117,13 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
             return copy(destination, source, num_bytes, kind, stream)
 
         patch.setattr(runtime, "memcpyAsync", copy_spy)
+        get = cupy.ndarray.get
+
+        def get_spy(array: Any, *args: Any, **options: Any) -> Any:
+            made.append("ndarray.get")
+            return get(array, *args, **options)
+
+        patch.setattr(cupy.ndarray, "get", get_spy)
         yield made
 
 

@@ -20,6 +20,11 @@ from tests.support.oracle import AttentionOptions, attention_oracle, low_precisi
 Array = npt.NDArray[Any]
 
 
+def merge_group(first_row: int, num_parts: int) -> list[int]:
+    """A merge group's record: eight counters that nothing has arrived at, and two unused fields."""
+    return [first_row, num_parts, *[0] * 10]
+
+
 def make_problem(batch: Batch, options: AttentionOptions, plan: Plan, space: Workspaces, mask: Array | None = None) -> HostProblem:
     num_tokens, num_qo_heads, head_dim_qk = batch.q.shape
     return HostProblem(
@@ -62,7 +67,7 @@ def run_and_check(batch: Batch, options: AttentionOptions, plan: Plan, masks: Se
     problem = make_problem(batch, options, plan, space, None if masks is None else pack_masks(masks)[0])
     run_host(problem)
     check(problem, batch, options, masks)
-    assert not space.merge_groups[:, 2].any(), "arrived counters must return to zero"
+    assert not space.merge_groups[:, 2:].any(), "arrived counters must return to zero"
     assert space.guards_intact()
     assert np.isfinite(space.partial_o).all(), "every planned part is written"
     return problem
@@ -85,7 +90,7 @@ def test_one_unit_cut_across_three_ctas_by_hand() -> None:
     batch = make_batch([1], [300], num_qo_heads=3, num_kv_heads=1)
     tiles = [[0, 0, 0, 3, 0, 300, 300, 0, 1, -1, 0, 0]]
     work = [[0, 0, 0, 2, 0, 0, -1, 0], [0, 0, 2, 1, 0, 1, -1, 0], [0, 0, 3, 2, 0, 2, -1, 0]]
-    plan = Plan(16, 64, tiles, work, [[0, 3, 0, 0]], 9)
+    plan = Plan(16, 64, tiles, work, [merge_group(0, 3)], 9)
     run_and_check(batch, AttentionOptions(), plan)
     # Only the last CTA to arrive, whichever it is, writes the output.
     space = Workspaces(plan, 64)
@@ -102,7 +107,7 @@ def test_a_cta_spanning_three_units_by_hand() -> None:
     batch = make_batch([1, 1, 1], [150, 20, 256], num_qo_heads=2, num_kv_heads=1, page_size=4)
     tiles = [[r, r, 0, 2, 0, n, n, base, 1, -1, 0, 0] for r, (n, base) in enumerate(zip(batch.kv_lens, batch.kv_bases, strict=True))]
     work = [[0, 0, 0, 2, 0, 0, -1, 0], [0, 0, 2, 3, 0, 1, 1, 0], [0, 2, 1, 3, 1, 1, -1, 0]]
-    run_and_check(batch, AttentionOptions(), Plan(16, 64, tiles, work, [[0, 2, 0, 0], [4, 2, 0, 0]], 8))
+    run_and_check(batch, AttentionOptions(), Plan(16, 64, tiles, work, [merge_group(0, 2), merge_group(4, 2)], 8))
 
 
 @pytest.mark.parametrize("cuts", [(0, 0, 17), (1, 2, 3), (5, 5, 12), (16, 17, 17)])
@@ -277,7 +282,7 @@ def test_results_do_not_depend_on_cta_order_nor_on_what_buffers_held() -> None:
         for _ in range(2):
             for cta in np.random.default_rng(seed).permutation(7).tolist():
                 run_cta(problem, cta)
-            assert problem.lse is not None and not space.merge_groups[:, 2].any()
+            assert problem.lse is not None and not space.merge_groups[:, 2:].any()
             results.append(problem.o.tobytes() + problem.lse.tobytes())
     assert len(set(results)) == 1
     check(problem, batch, options)
@@ -320,7 +325,7 @@ def test_a_wrong_tile_record_gives_a_wrong_result(fault: str) -> None:
 def test_a_wrong_share_gives_a_wrong_result(fault: str) -> None:
     batch = make_batch([1], [400])
     plan = cut(make_tiles(batch, AttentionOptions()), 2, 4, 0)
-    assert plan.groups == [[0, 2, 0, 0], [4, 2, 0, 0]]
+    assert plan.groups == [merge_group(0, 2), merge_group(4, 2)]
     if fault == "part":
         plan.cta_work[1][5] = 0
     elif fault == "first_row":

@@ -61,7 +61,11 @@ def test_a_view_is_its_own_view() -> None:
     assert as_view(view, "q") is view
 
 
-@pytest.mark.parametrize("bad", [[1.0, 2.0], 3.0, None, "q", np.float32(1), object(), (np.zeros(2), np.zeros(2))], ids=repr)
+@pytest.mark.parametrize(
+    "bad",
+    [[1.0, 2.0], 3.0, None, "q", np.float32(1), object(), (np.zeros(2), np.zeros(2))],
+    ids=["list", "float", "none", "str", "scalar", "object", "tuple"],
+)
 def test_what_is_no_array_is_refused_by_name(bad: Any) -> None:
     with pytest.raises(ArgumentTypeError, match=r"^paged_kv_indptr: got .*, expected an array"):
         as_view(bad, "paged_kv_indptr")

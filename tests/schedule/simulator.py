@@ -61,9 +61,13 @@ def place(draft: PlanDraft) -> Placed:
         assert offset + 4 * width * count <= info.int_bytes
         return ints[offset : offset + 4 * width * count].view(np.int32).reshape(count, width).tolist()
 
+    rest = [offset for offset in (info.page_indices_offset, info.values_offset) if offset >= 0]
+    assert info.tiles_offset + 48 * info.num_tiles <= info.cta_work_offset
+    assert info.cta_work_offset + 32 * info.num_ctas <= info.merge_groups_offset
+    assert info.merge_groups_offset + 48 * info.num_merge_groups <= min([*rest, info.int_bytes])
     tiles = [dict(zip(TILE, tile, strict=True)) for tile in records(info.tiles_offset, info.num_tiles, 12)]
     cta_work = records(info.cta_work_offset, info.num_ctas, 8)
-    return Placed(info, tiles, cta_work, records(info.merge_groups_offset, info.num_merge_groups, 4))
+    return Placed(info, tiles, cta_work, records(info.merge_groups_offset, info.num_merge_groups, 12))
 
 
 def dirty_bytes(count: int) -> Bytes:
@@ -132,8 +136,8 @@ def check_merge_groups(placed: Placed, segments: list[Segment]) -> None:
     assert set(by_group) == set(range(placed.info.num_merge_groups))
     rows = []
     for group, parts in by_group.items():
-        first_row, num_parts, arrived, _ = placed.merge_groups[group]
-        assert arrived == 0
+        first_row, num_parts, *rest = placed.merge_groups[group]
+        assert not any(rest)
         assert sorted(segment.part for segment in parts) == list(range(num_parts))
         assert num_parts >= 2
         parts.sort(key=lambda segment: segment.part)
@@ -204,6 +208,7 @@ def check_tiles(
 ) -> None:
     """Tile records repeat the batch, and start and end with the key blocks that some row sees."""
     kv_tile = placed.info.kv_tile
+    chunks = defaultdict(list)
     for tile in placed.tiles:
         request = tile["request"]
         assert (tile["q_begin"], tile["kv_base"]) == (q_begin[request], kv_base[request])
@@ -211,16 +216,18 @@ def check_tiles(
         assert 1 <= tile["num_rows"] <= placed.info.cta_tile_q
         assert tile["row_begin"] % placed.info.cta_tile_q == 0
         assert tile["kv_begin"] % kv_tile == 0
-        if tile["split_group"] >= 0:
-            continue
-        rows = slice(tile["row_begin"], tile["row_begin"] + tile["num_rows"])
+        chunks[request, tile["row_begin"]].append(tile)
+    for (request, row_begin), tiles in chunks.items():
+        assert len({tile["num_rows"] for tile in tiles}) == 1
+        assert len(tiles) == 1 or all(tile["split_group"] >= 0 for tile in tiles)
+        rows = slice(row_begin, row_begin + tiles[0]["num_rows"])
         begin, end = (bound[rows] for bound in visible_keys(qo_lens[request], kv_lens[request], group_size, causal, window))
         seen = end > begin
         if seen.any():
-            assert tile["kv_begin"] == begin[seen].min() // kv_tile * kv_tile
-            assert tile["kv_end"] == end[seen].max()
+            assert min(tile["kv_begin"] for tile in tiles) == begin[seen].min() // kv_tile * kv_tile
+            assert max(tile["kv_end"] for tile in tiles) == end[seen].max()
         else:
-            assert num_iters(tile, kv_tile) == 1
+            assert [num_iters(tile, kv_tile) for tile in tiles] == [1]
 
 
 def busiest(placed: Placed, segments: list[Segment]) -> int:
