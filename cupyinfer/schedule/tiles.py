@@ -24,8 +24,9 @@ DECODE_BYTES_IN_FLIGHT = 64 * 1024
 _STATIC_SMEM = 384
 
 #: Tiles of the fa3 kernels, (query rows, keys) by (head_dim_qk, head_dim_vo): two consumer warpgroups of 64 rows, and as many keys as
-#: leave two K/V stages room in 227 KB and the logits and weights of a tile room in 232 registers beside the output.
-FA3_TILES = {(64, 64): (128, 128), (128, 128): (128, 128), (192, 128): (128, 128), (256, 256): (128, 80)}
+#: leave two K/V stages room in 227 KB and the logits and weights of a tile room in 224 registers beside the output; a power of two, so
+#: that pages of any power of two fit (at head_dim 256 plain logits would leave room for 80 keys, capped ones not).
+FA3_TILES = {(64, 64): (128, 128), (128, 128): (128, 128), (192, 128): (128, 128), (256, 256): (128, 64)}
 FA3_ARCH = "sm_90a"
 _FA3_STAGES = 2
 

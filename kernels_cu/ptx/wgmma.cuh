@@ -54,7 +54,6 @@ struct Wgmma;
 #define WGMMA_NAMES_3 \
   "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
   "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
-#define WGMMA_NAMES_80 ", %32, %33, %34, %35, %36, %37, %38, %39"
 
 #define WGMMA_SMEM(columns, type, names, a, b, p)                                                                     \
   asm volatile("{.reg .pred p; setp.ne.b32 p, %" #p ", 0; wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." type "." type " {" names \
@@ -86,11 +85,9 @@ struct Wgmma;
   };
 
 #define WGMMA_ACCUMULATORS_64 WGMMA_BLOCK(d, 0)
-#define WGMMA_ACCUMULATORS_80 WGMMA_BLOCK(d, 0), WGMMA_OCTET(d, 32)
 #define WGMMA_ACCUMULATORS_128 WGMMA_BLOCK(d, 0), WGMMA_BLOCK(d, 32)
 #define WGMMA_ACCUMULATORS_256 WGMMA_ACCUMULATORS_128, WGMMA_BLOCK(d, 64), WGMMA_BLOCK(d, 96)
 
 WGMMA_SHAPE(64, 32, WGMMA_NAMES_0, 32, 33, 34, 35, 36, 37)
-WGMMA_SHAPE(80, 40, WGMMA_NAMES_0 WGMMA_NAMES_80, 40, 41, 42, 43, 44, 45)
 WGMMA_SHAPE(128, 64, WGMMA_NAMES_0 ", " WGMMA_NAMES_1, 64, 65, 66, 67, 68, 69)
 WGMMA_SHAPE(256, 128, WGMMA_NAMES_0 ", " WGMMA_NAMES_1 ", " WGMMA_NAMES_2 ", " WGMMA_NAMES_3, 128, 129, 130, 131, 132, 133)

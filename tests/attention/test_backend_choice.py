@@ -62,7 +62,7 @@ def test_auto_takes_fa3_where_it_is_able(changed: dict[str, Any]) -> None:
         ({"head_dim_qk": 96}, "has no tile for head_dim 96"),
         ({"page_size": 5}, "needs pages of a multiple of 8 keys that divide 128 or are a multiple of it, got 5"),
         ({"page_size": 48}, "got 48"),
-        ({"head_dim_qk": 256, "page_size": 32, "tile_q": 64}, "that divide 80 or are a multiple of it, got 32"),
+        ({"head_dim_qk": 256, "page_size": 96, "tile_q": 64}, "that divide 64 or are a multiple of it, got 96"),
     ],
     ids=str,
 )
