@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 from collections import Counter
+from collections.abc import Generator
 from pathlib import Path
 
 import hypothesis
@@ -14,6 +16,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 CACHE_VARIABLE = "CUPYINFER_CACHE_DIR"
 NO_GPU = "no CUDA GPU here"
+_FA3_REFUSAL = re.compile(r"backend: fa3 .+; take '(auto' or 'fa2|fa2)'")
+_REFUSED = pytest.StashKey[list[str]]()
 
 # Read by NumPy when it is first imported: matrix products of tests are small, and threads of several test processes get in each
 # other's way (eight times slower on two cores).
@@ -61,11 +65,28 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Say how many tests were skipped, one line per reason."""
     reports = terminalreporter.stats.get("skipped", [])
     reasons = Counter(str(report.longrepr[2]).removeprefix("Skipped: ") for report in reports)
+    refused = terminalreporter.config.stash.get(_REFUSED, [])
+    if refused:
+        terminalreporter.write_line(f"{len(refused)} tests ended with a refusal of fa3, as expected")
     num_gpu = reasons.pop(NO_GPU, 0)
     if num_gpu:
         terminalreporter.write_line(f"{num_gpu} GPU tests not run: {NO_GPU} (pytest -m gpu selects them)")
     for reason, count in reasons.items():
         terminalreporter.write_line(f"{count} tests skipped: {reason}")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
+    """What fa3 does not serve is refused with one kind of error, which ends its test; test_backend_choice.py has the list of refusals."""
+    try:
+        return (yield)
+    except NotImplementedError as error:
+        if getattr(pyfuncitem, "callspec", None) is None or pyfuncitem.callspec.params.get("backend") != "fa3":
+            raise
+        if not _FA3_REFUSAL.fullmatch(str(error)):
+            raise
+        pyfuncitem.config.stash.setdefault(_REFUSED, []).append(str(error))
+        return True
 
 
 @pytest.fixture
@@ -76,7 +97,7 @@ def fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return cache
 
 
-@pytest.fixture(params=[pytest.param("host"), pytest.param("fa2", marks=pytest.mark.gpu)])
+@pytest.fixture(params=[pytest.param("host"), *(pytest.param(name, marks=pytest.mark.gpu) for name in ("fa2", "fa3"))])
 def backend(request: pytest.FixtureRequest) -> str:
     """Every backend in turn, so that one test body covers all of them."""
     return str(request.param)

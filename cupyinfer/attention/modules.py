@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cupyinfer.attention.decode import decode_request
@@ -29,7 +29,7 @@ class AttentionModule:
         fixed: arguments every request gets: dtypes, widths, logit rules.
         paged: `run` takes a paged cache rather than ragged k and v.
         kv_layout: "NHD" or "HND".
-        backend: "auto", "fa2" or "host".
+        backend: "auto", "fa2", "fa3" or "host".
     """
 
     request: Callable[..., AttentionRequest]
@@ -47,15 +47,15 @@ class AttentionModule:
             options: further options of the wrapper's `plan`.
         """
         if profile is None:
-            on_gpu = self.backend == "fa2" or (self.backend == "auto" and has_gpu())
+            on_gpu = self.backend in ("fa2", "fa3") or (self.backend == "auto" and has_gpu())
             profile = read_profile(current_device()) if on_gpu else HOST_PROFILE
-        return self._request(*args, **options).draft(named_profile(profile)).size
+        return replace(self._request(*args, **options), backend=self.backend).draft(named_profile(profile)).size
 
     def plan(
         self, float_workspace: Any, int_workspace: Any, *args: Any, profile: str | DeviceProfile | None = None, **options: Any
     ) -> Plan:
         """Schedule a batch in two workspaces and return the plan; arguments and errors as for the wrapper's `plan`."""
-        request = self._request(*args, **options)
+        request = replace(self._request(*args, **options), backend=self.backend)
         chosen = None if profile is None else named_profile(profile)
         return plan_attention(request, Workspaces(float_workspace, int_workspace, self.backend), chosen)
 

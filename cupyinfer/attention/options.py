@@ -125,7 +125,7 @@ class AttentionOptions:
 
     @cached_property
     def shape(self) -> PlanShape:
-        """What of this the schedule depends on."""
+        """What of this the schedule depends on, for fa2."""
         return PlanShape(
             self.decode,
             self.num_qo_heads,
@@ -140,12 +140,17 @@ class AttentionOptions:
         )
 
     @cached_property
-    def by_kernel(self) -> dict[tuple[int, bool, int], Any]:
-        """What the launch backend keeps for these options: by rows per tile, custom mask and device."""
+    def fa3_shape(self) -> PlanShape:
+        """The same for fa3."""
+        return replace(self.shape, backend="fa3")
+
+    @cached_property
+    def by_kernel(self) -> dict[tuple[str, int, bool, int], Any]:
+        """What the launch backends keep for these options: by backend, rows per tile, custom mask and device."""
         return {}
 
-    def variant(self, cta_tile_q: int, custom_mask: bool) -> AttentionVariant:
-        """The fa2 kernel that serves this."""
+    def variant(self, cta_tile_q: int, custom_mask: bool, backend: str = "fa2") -> AttentionVariant:
+        """The kernel that serves this."""
         return AttentionVariant(
             self.q_dtype,
             self.kv_dtype,
@@ -157,6 +162,7 @@ class AttentionOptions:
             self.logits_soft_cap > 0,
             self.pos_encoding_mode,
             self.user_variant,
+            backend,
         )
 
 

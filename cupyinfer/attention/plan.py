@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from cupyinfer.attention.backend_choice import choose_backend
 from cupyinfer.attention.metadata import PageTable, PlanValues
 from cupyinfer.attention.options import AttentionOptions, check_float, check_positive
 from cupyinfer.attention.run_arrays import ArrayChecker
@@ -17,6 +18,7 @@ from cupyinfer.attention.workspaces import Workspaces
 from cupyinfer.backends.arrays import OWN_PRODUCERS, RunScales, per_head_scale
 from cupyinfer.backends.device import read_profile
 from cupyinfer.backends.fa2 import Fa2Kernel, Fa2Launcher
+from cupyinfer.backends.fa3 import Fa3Kernel, Fa3Launcher
 from cupyinfer.backends.host_launcher import HostLauncher
 from cupyinfer.backends.params import division_multiplier
 from cupyinfer.errors import ArgumentError, BackendUnavailable, StateError
@@ -26,6 +28,7 @@ from cupyinfer.schedule.geometry import BatchGeometry
 from cupyinfer.schedule.plan_info import PlanInfo
 from cupyinfer.schedule.planner import PlanDraft, draft_plan
 from cupyinfer.schedule.profile import DeviceProfile
+from cupyinfer.schedule.tiles import FA3_ARCH
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,6 +43,7 @@ class AttentionRequest:
         kv_layout: "NHD" or "HND".
         graph_limits: plan for CUDA graphs within these limits, or None.
         graph_pages: page-table entries the int workspace holds under CUDA graphs, or None.
+        backend: what the caller asked for.
     """
 
     options: AttentionOptions
@@ -49,21 +53,28 @@ class AttentionRequest:
     kv_layout: str = "NHD"
     graph_limits: BatchLimits | None = None
     graph_pages: int | None = None
+    backend: str = "auto"
 
     def draft(self, profile: DeviceProfile) -> PlanDraft:
         """Schedule the batch for a GPU; touches no device.
 
         Raises:
             ArgumentError: the batch exceeds the limits of its CUDA graph.
+            UnsupportedError: the backend asked for cannot do this.
         """
         num_pages = self.pages.num_entries if self.pages.in_workspace else None
         if self.graph_limits is not None and num_pages is not None and self.graph_pages is not None:
             if num_pages > self.graph_pages:
                 raise ArgumentError(f"batch: refers to {num_pages} pages, this object's CUDA graph holds at most {self.graph_pages}")
             num_pages = self.graph_pages
+        shape = self.options.shape
+        if self.backend == "fa3" or (self.backend == "auto" and not self.options.decode and profile.arch == FA3_ARCH):
+            tile_q = shape.tile_q(self.geometry, self.graph_limits)
+            if choose_backend(self.backend, self.options, profile.arch, self.values.mask_begin is not None, tile_q) == "fa3":
+                shape = self.options.fa3_shape
         return draft_plan(
             self.geometry,
-            self.options.shape,
+            shape,
             profile,
             num_page_indices=num_pages,
             value_bytes=self.values.num_bytes,
@@ -241,9 +252,11 @@ def _plan_on_host(request: AttentionRequest, draft: PlanDraft, info: PlanInfo, w
     return Plan(request, info, CPU_DEVICE, launcher)
 
 
-def _planned_kernel(options: AttentionOptions, info: PlanInfo, custom_mask: bool, profile: DeviceProfile, device_id: int) -> Fa2Kernel:
+def _planned_kernel(
+    options: AttentionOptions, backend: str, info: PlanInfo, custom_mask: bool, profile: DeviceProfile, device_id: int
+) -> Fa2Kernel:
     """The kernel of a plan, loaded once for the same options; what follows from the options alone is in its parameters already."""
-    key = (info.cta_tile_q, custom_mask, device_id)
+    key = (backend, info.cta_tile_q, custom_mask, device_id)
     kernel: Fa2Kernel | None = options.by_kernel.get(key)
     if kernel is None:
         group_size = options.num_qo_heads // options.num_kv_heads
@@ -261,13 +274,15 @@ def _planned_kernel(options: AttentionOptions, info: PlanInfo, custom_mask: bool
             "rope_rcp_scale": 1 / options.rope_scale,
             "rope_log2_theta": np.log2(options.rope_theta),
         }
-        kernel = options.by_kernel[key] = Fa2Kernel(options.variant(info.cta_tile_q, custom_mask), profile, device_id, fields)
+        make = Fa3Kernel if backend == "fa3" else Fa2Kernel
+        kernel = options.by_kernel[key] = make(options.variant(info.cta_tile_q, custom_mask, backend), profile, device_id, fields)
     return kernel
 
 
 def _plan_on_gpu(request: AttentionRequest, draft: PlanDraft, info: PlanInfo, workspaces: Workspaces, profile: DeviceProfile) -> Plan:
     device, values = workspaces.device, request.values
-    kernel = _planned_kernel(request.options, info, values.mask_begin is not None, profile, device.index)
+    backend = draft.shape.backend
+    kernel = _planned_kernel(request.options, backend, info, values.mask_begin is not None, profile, device.index)
     floats, ints = workspaces.float_address, workspaces.int_address
     fields: dict[str, int] = {
         "tiles": ints + info.tiles_offset,
@@ -285,7 +300,12 @@ def _plan_on_gpu(request: AttentionRequest, draft: PlanDraft, info: PlanInfo, wo
         fields.update((name, ints + info.values_offset + offset) for name, offset in values.offsets().items())
     for name, view in values.device.items():
         fields[name] = view.ptr
-    launcher = Fa2Launcher(kernel, fields, info.num_ctas, (workspaces, request.pages, values))
+    held = workspaces, request.pages, values
+    launcher: Fa2Launcher
+    if isinstance(kernel, Fa3Kernel):
+        launcher = Fa3Launcher(kernel, fields, info.num_ctas, held)
+    else:
+        launcher = Fa2Launcher(kernel, fields, info.num_ctas, held)
     if info.int_bytes:
         launcher.upload(lambda block: _fill(request, draft, info, block), info.int_bytes, ints)
     if pages is not None and request.pages.copied:

@@ -13,7 +13,7 @@ from cupyinfer.schedule.profile import HOST_PROFILE, DeviceProfile
 from cupyinfer.workspace import AlignedAllocator, WorkspaceSize, check_alignment
 from cupyinfer.workspace.allocator import buffer_address
 
-BACKENDS = ("auto", "fa2", "host")
+BACKENDS = ("auto", "fa2", "fa3", "host")
 _FLOAT_NAME, _INT_NAME = "float_workspace_buffer", "int_workspace_buffer"
 
 
@@ -30,7 +30,7 @@ class Workspaces:
     Args:
         float_buffer: any contiguous writable array, or None when no bytes are needed.
         int_buffer: the same.
-        backend: "auto" takes what suits the buffers, "fa2" insists on a GPU, "host" on NumPy.
+        backend: "auto" takes what suits the buffers, "fa2" and "fa3" insist on a GPU, "host" on NumPy.
 
     Raises:
         WorkspaceError: a buffer is strided, unaligned or read-only, or lies where the backend cannot use it.
@@ -43,7 +43,7 @@ class Workspaces:
         if float_device is not None and int_device is not None and float_device != int_device:
             raise ArgumentError(f"int_workspace_buffer: lies on {int_device}, float_workspace_buffer on {float_device}")
         self.device: Device = int_device or float_device or _default_device(backend)
-        kind = {"fa2": "cuda", "host": "cpu"}.get(backend, self.device.kind)
+        kind = {"fa2": "cuda", "fa3": "cuda", "host": "cpu"}.get(backend, self.device.kind)
         if self.device.kind != kind:
             raise WorkspaceError(f"workspace buffers: lie on {self.device}, backend {backend!r} needs them on {kind}")
 
@@ -79,7 +79,7 @@ class Workspaces:
 
 
 def _default_device(backend: str) -> Device:
-    if backend == "fa2" or (backend == "auto" and has_gpu()):
+    if backend in ("fa2", "fa3") or (backend == "auto" and has_gpu()):
         return cuda_device(current_device())
     return CPU_DEVICE
 

@@ -87,7 +87,7 @@ class BatchAttentionWrapper:
         int_workspace_buffer: memory for the plan's records, likewise.
         kv_layout: "NHD" (tokens before heads) or "HND".
         use_cuda_graph: keep the grid and every offset the same from plan to plan, so that a captured `run` stays valid.
-        backend: "auto", "fa2" (GPU) or "host" (NumPy).
+        backend: "auto", "fa2" (GPU), "fa3" (Hopper GPU, prefill) or "host" (NumPy).
         profile: GPU to size and plan for, by name or as a DeviceProfile; by default the one that holds the workspaces, for
             sizing without any the current one, and without a GPU the host backend's.
         max_batch_size: requests a CUDA graph must hold; by default those of the first plan.
@@ -158,7 +158,8 @@ class BatchAttentionWrapper:
         self._graph = graph
 
     def _within_graph(self, request: AttentionRequest) -> tuple[AttentionRequest, tuple[BatchLimits, int, AttentionOptions] | None]:
-        """The request with the limits of this object's CUDA graph, which the first plan fixes."""
+        """The request with this object's backend and the limits of its CUDA graph, which the first plan fixes."""
+        request = replace(request, backend=self._backend)
         if not self._use_cuda_graph:
             return request, None
         graph = self._graph

@@ -39,15 +39,19 @@ class Fa2Kernel:
         fields: values of AttentionParams fields by name.
     """
 
+    #: Layout of the kernel's parameters: ATTENTION_PARAMS, or what begins with one as its field `base`.
+    PARAMS = ATTENTION_PARAMS
+
     def __init__(self, variant: AttentionVariant, profile: DeviceProfile, device_id: int, fields: dict[str, Any]) -> None:
         from cupy.cuda.function import CPointer
 
         self.device_id = device_id
         self.config = variant.tile_config(profile.smem_per_sm, profile.smem_per_cta)
         self.kernel = load_kernel(variant, profile, device_id)
-        record = np.zeros(1, ATTENTION_PARAMS)
+        record = np.zeros(1, self.PARAMS)
+        base = record if self.PARAMS is ATTENTION_PARAMS else record["base"]
         for name, value in fields.items():
-            record[name] = value
+            base[name] = value
         # As bytes: NumPy copies records field by field, a hundred times slower.
         self.record = record.view(np.uint8).reshape(-1)
         if variant.user is not None:
@@ -129,7 +133,11 @@ class Fa2Launcher:
                 self._set_scales(scales)
             if user_values is not None:
                 self._bytes[ATTENTION_PARAMS.itemsize :] = user_values
+            self._set_maps(arrays)
             self.kernel.launch(self._grid, self._block, self.config.smem_bytes, self._params)
+
+    def _set_maps(self, arrays: RunArrays) -> None:
+        """Write what a kernel needs of the arrays besides addresses and strides; fa2 needs nothing."""
 
     def _set_scales(self, scales: RunScales) -> None:
         sm_scale, k_scale, v_scale = scales

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one argument of every attention kernel, mirroring kernels_cu/params.cuh field by field."""
+"""The arguments of the attention kernels, mirroring kernels_cu/params.cuh and fa3_params.cuh field by field."""
 
 from __future__ import annotations
 
@@ -29,6 +29,16 @@ ATTENTION_PARAMS = np.dtype(
     + [(name, np.float32) for name in _FLOATS]
     + [("max_tiles", np.int32)],
     align=True,
+)
+
+#: NumPy record with the layout of ``struct Fa3Params``; the driver's tensor maps lie at multiples of 64 bytes.
+FA3_PARAMS = np.dtype(
+    {
+        "names": ["base", "box_rows", "num_pages", "k", "v"],
+        "formats": [ATTENTION_PARAMS, np.int32, np.int32, "V128", "V128"],
+        "offsets": [0, 280, 284, 320, 448],
+        "itemsize": 576,
+    }
 )
 
 

@@ -68,8 +68,8 @@ def kernel_source(variant: KernelVariant, profile: DeviceProfile, root: Path | N
 
 
 def attention_source(variant: AttentionVariant, config: TileConfig, root: Path | None = None) -> KernelSource:
-    """Assemble the source of one fa2 kernel with that tile shape."""
-    kernel = "kernels/fa2_decode.cuh" if variant.cta_tile_q == 16 else "kernels/fa2_prefill.cuh"
+    """Assemble the source of one attention kernel with that tile shape."""
+    kernel = "kernels/fa2_decode.cuh" if variant.cta_tile_q == 16 else f"kernels/{variant.backend}_prefill.cuh"
     constants = attention_constants(variant, config)
     if variant.user is not None:
         constants += expand_headers(kernels_dir() if root is None else root, "tile/user_element.cuh") + variant.user.source()
@@ -84,7 +84,7 @@ def helper_source(variant: HelperVariant, root: Path | None = None) -> KernelSou
 
 
 def attention_constants(variant: AttentionVariant, config: TileConfig) -> str:
-    """The compile-time constants every fa2 kernel relies on."""
+    """The compile-time constants every attention kernel relies on."""
     lines = (
         _ELEMENT_ENUM,
         f"constexpr Element kQElement = Element::{_ELEMENT[variant.q_dtype]};",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from cupyinfer.dtypes import FP8_TYPES, HALF_TYPES, itemsize
 from cupyinfer.errors import ArgumentError
 from cupyinfer.jit.user_variant import UserVariant
-from cupyinfer.schedule.tiles import CTA_TILE_Q, TileConfig, check_head_dims, max_tile_q, tile_config
+from cupyinfer.schedule.tiles import CTA_TILE_Q, TileConfig, check_head_dims, fa3_tile_config, max_tile_q, tile_config
 
 POS_ENCODINGS = ("NONE", "ROPE_LLAMA", "ALIBI")
 #: Kernels around attention: cache append and its index arithmetic, merging of attention states.
@@ -17,7 +17,7 @@ HELPER_KERNELS = ("append_paged_kv_cache", "batch_indices_positions", "seq_lens"
 
 @dataclass(frozen=True)
 class AttentionVariant:
-    """One fa2 kernel: the fields are its compile-time constants. Causal, windows, scales, sinks and LSE are run-time values.
+    """One attention kernel: the fields are its compile-time constants. Causal, windows, scales, sinks and LSE are run-time values.
 
     Attributes:
         q_dtype: element type of q and o, "float16" or "bfloat16".
@@ -30,6 +30,7 @@ class AttentionVariant:
         soft_cap: logits pass through ``cap * tanh(s / cap)``.
         pos_encoding: one of POS_ENCODINGS.
         user: CUDA source that changes the attention, or None.
+        backend: "fa2", or "fa3" for the Hopper prefill kernel.
     """
 
     q_dtype: str
@@ -42,6 +43,7 @@ class AttentionVariant:
     soft_cap: bool = False
     pos_encoding: str = "NONE"
     user: UserVariant | None = None
+    backend: str = "fa2"
 
     def __post_init__(self) -> None:
         if self.q_dtype not in HALF_TYPES:
@@ -51,7 +53,10 @@ class AttentionVariant:
                 f"kv_dtype: got {self.kv_dtype}, a cache is {self.q_dtype} like its queries or one of {', '.join(FP8_TYPES)}"
             )
         check_head_dims(self.head_dim_qk, self.head_dim_vo)
-        if self.cta_tile_q not in CTA_TILE_Q or self.cta_tile_q > max_tile_q(self.head_dim_vo):
+        if self.backend == "fa3":
+            if self.cta_tile_q != fa3_tile_config(self.head_dim_qk, self.head_dim_vo).cta_tile_q:
+                raise ArgumentError(f"cta_tile_q: got {self.cta_tile_q}, fa3 has one tile per head_dim")
+        elif self.cta_tile_q not in CTA_TILE_Q or self.cta_tile_q > max_tile_q(self.head_dim_vo):
             raise ArgumentError(
                 f"cta_tile_q: got {self.cta_tile_q}, a tile at head_dim_vo {self.head_dim_vo} has 16 to {max_tile_q(self.head_dim_vo)} rows"
             )
@@ -59,7 +64,7 @@ class AttentionVariant:
             raise ArgumentError(f"pos_encoding_mode: got {self.pos_encoding}, expected one of {', '.join(POS_ENCODINGS)}")
 
     def __str__(self) -> str:
-        name = f"fa2_q{self.cta_tile_q}_{self.q_dtype}"
+        name = f"{self.backend}_q{self.cta_tile_q}_{self.q_dtype}"
         name += f"_kv{self.kv_dtype}" if self.kv_dtype != self.q_dtype else ""
         name += f"_d{self.head_dim_qk}" + (f"x{self.head_dim_vo}" if self.head_dim_vo != self.head_dim_qk else "")
         name += "_paged" if self.paged else "_ragged"
@@ -70,6 +75,8 @@ class AttentionVariant:
 
     def tile_config(self, smem_per_sm: int, smem_per_cta: int) -> TileConfig:
         """Tile shape of this kernel on a GPU with that much shared memory."""
+        if self.backend == "fa3":
+            return fa3_tile_config(self.head_dim_qk, self.head_dim_vo)
         return tile_config(self.cta_tile_q, self.head_dim_qk, self.head_dim_vo, itemsize(self.kv_dtype), smem_per_sm, smem_per_cta)
 
 

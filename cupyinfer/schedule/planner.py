@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +16,7 @@ from cupyinfer.schedule.layout import RegionCounts, lay_out, measure
 from cupyinfer.schedule.plan_info import DecodePlanInfo, PlanInfo, PrefillPlanInfo
 from cupyinfer.schedule.profile import DeviceProfile
 from cupyinfer.schedule.schedule import Schedule, SplitPolicy, make_schedule, make_split_policy
-from cupyinfer.schedule.tiles import TileConfig, check_head_dims, max_tile_q, tile_config
+from cupyinfer.schedule.tiles import FA3_ARCH, FA3_TILES, TileConfig, check_head_dims, fa3_tile_config, max_tile_q, tile_config
 from cupyinfer.schedule.tiling import KeySpan, choose_tile_q, make_tiles, tile_q_for_rows
 from cupyinfer.workspace import AlignedAllocator, WorkspaceSize
 
@@ -36,6 +36,7 @@ class PlanShape:
         span: which keys a query may see.
         fixed_split_size: pages (ragged: keys) per part, or None.
         disable_split_kv: keep every unit in one CTA.
+        backend: the kernels planned for, "fa2" or "fa3".
     """
 
     decode: bool
@@ -48,6 +49,7 @@ class PlanShape:
     span: KeySpan = KeySpan()  # noqa: RUF009 - a frozen value
     fixed_split_size: int | None = None
     disable_split_kv: bool = False
+    backend: str = "fa2"
 
     def __post_init__(self) -> None:
         check_heads(self.num_qo_heads, self.num_kv_heads)
@@ -66,6 +68,8 @@ class PlanShape:
 
     def config(self, cta_tile_q: int, profile: DeviceProfile) -> TileConfig:
         """Tile shape of the kernel with that many rows per tile on a GPU."""
+        if self.backend == "fa3":
+            return fa3_tile_config(self.head_dim_qk, self.head_dim_vo)
         return tile_config(cta_tile_q, self.head_dim_qk, self.head_dim_vo, self.kv_itemsize, profile.smem_per_sm, profile.smem_per_cta)
 
     def policy(self, kv_tile: int) -> SplitPolicy:
@@ -89,8 +93,18 @@ class PlanShape:
             value_bytes=values,
         )
 
+    def tile_q(self, geometry: BatchGeometry, limits: BatchLimits | None = None) -> int:
+        """Rows per tile for a batch, or for every batch within `limits`."""
+        if limits is not None:
+            return self.tile_q_of_limits(limits)
+        if self.backend == "fa3":
+            return fa3_tile_config(self.head_dim_qk, self.head_dim_vo).cta_tile_q
+        return choose_tile_q(geometry, self.group_size, self.head_dim_vo, self.invariant)
+
     def tile_q_of_limits(self, limits: BatchLimits) -> int:
         """Rows per tile that a CUDA-graph plan uses for every batch within `limits`."""
+        if self.backend == "fa3":
+            return fa3_tile_config(self.head_dim_qk, self.head_dim_vo).cta_tile_q
         if self.decode:
             return 16 if self.group_size <= 16 else 64
         if self.invariant:
@@ -100,6 +114,8 @@ class PlanShape:
 
     def possible_tile_qs(self) -> tuple[int, ...]:
         """Rows per tile that some batch may get outside of CUDA graphs."""
+        if self.backend == "fa3":
+            return (fa3_tile_config(self.head_dim_qk, self.head_dim_vo).cta_tile_q,)
         if self.decode:
             return (16,) if self.group_size <= 16 else (64,)
         if self.invariant:
@@ -198,14 +214,16 @@ def draft_plan(
     """
     if geometry.num_qo_tokens * shape.group_size > MAX_PACKED_ROWS:
         _check_packed_rows(geometry, shape.group_size)
-    if graph_limits is None:
-        tile_q = choose_tile_q(geometry, shape.group_size, shape.head_dim_vo, shape.invariant)
-    else:
+    if graph_limits is not None:
         _check_limits(geometry, graph_limits)
-        tile_q = shape.tile_q_of_limits(graph_limits)
+    tile_q = shape.tile_q(geometry, graph_limits)
     config = shape.config(tile_q, profile)
     tiles = make_tiles(geometry, shape.group_size, tile_q, config.kv_tile, shape.span, mask_begin)
-    schedule = make_schedule(tiles, config, profile.num_sms, shape.num_kv_heads, shape.policy(config.kv_tile), graph_limits is not None)
+    # Half of L2 for keys and values: queries and outputs stream through the rest.
+    keys_in_l2 = profile.l2_bytes // 2 // (shape.num_kv_heads * (shape.head_dim_qk + shape.head_dim_vo) * shape.kv_itemsize)
+    schedule = make_schedule(
+        tiles, config, profile.num_sms, shape.num_kv_heads, shape.policy(config.kv_tile), graph_limits is not None, keys_in_l2
+    )
     if graph_limits is not None:
         counts = shape.capacity(config, profile, graph_limits, num_page_indices, value_bytes)
     else:
@@ -247,7 +265,11 @@ def bound(
 ) -> WorkspaceSize:
     """Bytes that suffice for every batch within `limits`, with or without CUDA graphs."""
     float_bytes = int_bytes = 0
-    for tile_q in shape.possible_tile_qs():
-        size = measure(shape.capacity(shape.config(tile_q, profile), profile, limits, num_page_indices, value_bytes))
-        float_bytes, int_bytes = max(float_bytes, size.float_bytes), max(int_bytes, size.int_bytes)
+    shapes = [shape]
+    if profile.arch == FA3_ARCH and not shape.decode and (shape.head_dim_qk, shape.head_dim_vo) in FA3_TILES:
+        shapes.append(replace(shape, backend="fa3"))
+    for one in shapes:
+        for tile_q in one.possible_tile_qs():
+            size = measure(one.capacity(one.config(tile_q, profile), profile, limits, num_page_indices, value_bytes))
+            float_bytes, int_bytes = max(float_bytes, size.float_bytes), max(int_bytes, size.int_bytes)
     return WorkspaceSize(float_bytes, int_bytes)

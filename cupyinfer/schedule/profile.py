@@ -26,12 +26,19 @@ class DeviceProfile:
     smem_per_sm: int
     smem_per_cta: int
 
+    @property
+    def l2_bytes(self) -> int:
+        """Size of the L2 cache; of the arch's data-center GPU, so that a plan made by name equals the one made on the device."""
+        return _L2_BYTES.get(self.arch, 40 * _MB)
+
     def __post_init__(self) -> None:
         if self.num_sms < 1:
             raise ArgumentError(f"num_sms: got {self.num_sms}, a GPU has at least 1")
 
 
 _KB = 1024
+_MB = 1024 * _KB
+_L2_BYTES = {"sm_80": 40 * _MB, "sm_86": 6 * _MB, "sm_89": 48 * _MB, "sm_90a": 50 * _MB, "sm_100": 126 * _MB, "sm_120": 96 * _MB}
 #: Shared memory by arch: (per SM, per CTA) bytes, from the CUDA programming guide's table of compute capabilities.
 _SHARED_MEMORY = {
     "sm_80": (164 * _KB, 163 * _KB),

@@ -11,12 +11,19 @@ import numpy.typing as npt
 
 from cupyinfer.errors import ArgumentError, ArgumentTypeError
 from cupyinfer.schedule.geometry import MAX_KV_LEN
+from cupyinfer.schedule.order import busiest_time, line_time, order_tiles
 from cupyinfer.schedule.partition import GROUP_INTS, Partition, cut_line, no_groups, whole_units_only
 from cupyinfer.schedule.tiles import TileConfig
 from cupyinfer.schedule.tiling import key_iterations, tile_iterations
 
 #: An even cut must beat whole units by this factor before anything is shared: merging is not free.
 _SHARING_GAIN = 1.02
+#: CTAs that begin units of neighbouring tiles together walk the same keys together and find them in L2. An even cut sets them out of
+#: step: on an H200 chunked prefill lost 7 to 15% by that, so shared prefill iterations are taken to last this much longer.
+_OUT_OF_STEP = 1.12
+#: Units are dealt out to the fewest CTAs that need as many waves, which keeps the heads of a tile together, unless that takes longer
+#: by this factor.
+_FEWER_CTAS = 1.005
 #: A 16-row kernel waits for memory, which a few idle SMs do not slow down: its whole units, or equal pieces of them, may take this
 #: much longer than an even cut would on the busiest SM.
 _IDLE_SMS = 1.04
@@ -92,7 +99,13 @@ def partial_row_budget(num_sms: int, config: TileConfig) -> int:
 
 
 def make_schedule(
-    tiles: npt.NDArray[np.int32], config: TileConfig, num_sms: int, num_kv_heads: int, policy: SplitPolicy, full_grid: bool = False
+    tiles: npt.NDArray[np.int32],
+    config: TileConfig,
+    num_sms: int,
+    num_kv_heads: int,
+    policy: SplitPolicy,
+    full_grid: bool = False,
+    keys_in_l2: int = MAX_KV_LEN,
 ) -> Schedule:
     """Divide the work of `tiles` over a GPU.
 
@@ -103,6 +116,7 @@ def make_schedule(
         num_kv_heads: units per tile.
         policy: what may be divided.
         full_grid: launch as many CTAs as the GPU holds at once (CUDA graphs), not just as many as find work.
+        keys_in_l2: keys, with all their heads, that stay in L2 while other data passes through it.
     """
     grid = num_sms * config.ctas_per_sm
     merge_groups, num_partial_rows = no_groups(), 0
@@ -113,7 +127,10 @@ def make_schedule(
     if piece_kv is not None:
         tiles, merge_groups, num_partial_rows = _split_tiles(tiles, config.kv_tile, num_kv_heads, piece_kv)
     elif extent is not None:
-        tiles, partition = _automatic(tiles, extent, config, num_sms, num_kv_heads, policy.allowed, full_grid)
+        if config.cta_tile_q == 16:
+            tiles, partition = _automatic(tiles, extent, config, num_sms, num_kv_heads, policy.allowed, full_grid)
+        else:
+            tiles, partition = _automatic_prefill(tiles, extent, config, num_sms, num_kv_heads, policy.allowed, full_grid, keys_in_l2)
         if partition is not None:
             return Schedule(config, tiles, partition)
     num_units = len(tiles) * num_kv_heads
@@ -165,24 +182,70 @@ def _equal_piece_kv(extent: _Extent, config: TileConfig, num_sms: int, num_kv_he
 def _automatic(
     tiles: npt.NDArray[np.int32], extent: _Extent, config: TileConfig, num_sms: int, num_kv_heads: int, may_split: bool, full_grid: bool
 ) -> tuple[npt.NDArray[np.int32], Partition | None]:
-    """Tiles in the order to work on them, and how CTAs share them; None when every unit is best left to one CTA."""
+    """16-row tiles in the order to work on them, and how CTAs share them; None when every unit is best left to one CTA."""
     _, iterations, shortest, longest = extent
-    if shortest != longest and (config.cta_tile_q > 16 or not may_split):
+    if shortest != longest and not may_split:
         # Longest first: the short ones at the end even out what the long ones left.
         order = (-iterations).argsort(kind="stable")
         tiles, iterations = tiles[order], iterations[order]
     if not may_split:
         return tiles, None
-    tile_begin = np.empty(len(tiles) + 1, np.int64)
-    tile_begin[0] = 0
-    np.add.accumulate(iterations, dtype=np.int64, out=tile_begin[1:])
-    tile_begin *= num_kv_heads
+    tile_begin = _tile_begin(iterations, num_kv_heads)
     num_whole_units, shares = _sharing(iterations, config, num_sms, num_kv_heads, shortest == longest, longest, int(tile_begin[-1]))
     if not shares:
         return tiles, None
     grid = num_sms * config.ctas_per_sm
     num_ctas = grid if full_grid else max(min(num_whole_units, grid), shares)
     return tiles, cut_line(iterations, tile_begin, tiles[:, 3], num_kv_heads, num_ctas, num_whole_units, shares)
+
+
+def _automatic_prefill(
+    tiles: npt.NDArray[np.int32],
+    extent: _Extent,
+    config: TileConfig,
+    num_sms: int,
+    num_kv_heads: int,
+    may_split: bool,
+    full_grid: bool,
+    keys_in_l2: int,
+) -> tuple[npt.NDArray[np.int32], Partition | None]:
+    """As _automatic, for tiles of 64 rows and more."""
+    _, iterations, shortest, longest = extent
+    if shortest == longest:
+        if not may_split:
+            return tiles, None
+        tile_begin = _tile_begin(iterations, num_kv_heads)
+        num_whole_units, shares = _sharing(iterations, config, num_sms, num_kv_heads, True, longest, int(tile_begin[-1]))
+        if not shares:
+            return tiles, None
+        num_ctas = num_sms * config.ctas_per_sm if full_grid else max(min(num_whole_units, num_sms * config.ctas_per_sm), shares)
+        return tiles, cut_line(iterations, tile_begin, tiles[:, 3], num_kv_heads, num_ctas, num_whole_units, shares)
+    num_units = len(tiles) * num_kv_heads
+    grid = num_sms * config.ctas_per_sm
+    order, time = order_tiles(tiles, iterations, num_kv_heads, grid, keys_in_l2)
+    tiles, iterations = tiles[order], iterations[order]
+    tile_begin = _tile_begin(iterations, num_kv_heads)
+    shares, shared_time = _shares_of_all(config, num_sms, 0, int(tile_begin[-1]))
+    whole_time = time * _crowding(num_units, num_sms, grid)
+    if may_split and shares > 1 and whole_time > _SHARING_GAIN * _OUT_OF_STEP * shared_time:
+        shared_time = line_time(iterations, tile_begin, num_kv_heads, shares) * _crowding(shares, num_sms, grid)
+        if whole_time > _SHARING_GAIN * _OUT_OF_STEP * shared_time:
+            return tiles, cut_line(iterations, tile_begin, tiles[:, 3], num_kv_heads, grid if full_grid else shares, 0, shares)
+    num_ctas = grid
+    if not full_grid:
+        num_ctas = fewer = -(-num_units // -(-num_units // grid))
+        if num_units > grid > fewer and busiest_time(iterations, num_kv_heads, fewer) > _FEWER_CTAS * time:
+            num_ctas = grid
+    return tiles, Partition(whole_units_only(num_ctas, num_units), no_groups(), 0)
+
+
+def _tile_begin(iterations: npt.NDArray[np.int32], num_kv_heads: int) -> npt.NDArray[np.int64]:
+    """Iterations of all units before each tile, and of all units at the end."""
+    tile_begin = np.empty(len(iterations) + 1, np.int64)
+    tile_begin[0] = 0
+    np.add.accumulate(iterations, dtype=np.int64, out=tile_begin[1:])
+    tile_begin *= num_kv_heads
+    return tile_begin
 
 
 def _sharing(
@@ -211,12 +274,13 @@ def _sharing(
         shares = min(grid, partial_row_budget(num_sms, config) // config.cta_tile_q - rest + 1, rest * longest // _MIN_SHARE)
         if rest == 0 or shares <= rest:
             return 0, 0
-        time = num_units // grid * longest + rest * longest / shares * _crowding(shares, num_sms, grid)
+        out_of_step = 1.0 if config.cta_tile_q == 16 else _OUT_OF_STEP
+        time = num_units // grid * longest + rest * longest / shares * _crowding(shares, num_sms, grid) * out_of_step
     if shares < 2:
         return 0, 0
     if config.cta_tile_q == 16 and not equal:
         return num_whole_units, shares  # the parts of 16-row tiles are a few rows, and an even cut cannot lose
-    whole_time = -(-num_units // grid) * longest if equal else _longest_share(iterations, num_kv_heads, grid)
+    whole_time = -(-num_units // grid) * longest
     pays = whole_time * _crowding(num_units, num_sms, grid) > _SHARING_GAIN * time
     return (num_whole_units, shares) if pays else (0, 0)
 
@@ -238,15 +302,6 @@ def _shares_of_all(config: TileConfig, num_sms: int, num_equal_units: int, total
 def _crowding(num_ctas: int, num_sms: int, grid: int) -> float:
     """Time per iteration relative to full SMs: less while every CTA has one to itself."""
     return _ALONE if num_ctas <= num_sms < grid else 1.0
-
-
-def _longest_share(iterations: npt.NDArray[np.int32], num_kv_heads: int, grid: int) -> int:
-    """Iterations of the busiest CTA when units, longest first, are dealt out in waves that turn round."""
-    units = np.repeat(iterations, num_kv_heads)
-    waves = np.zeros((-(-len(units) // grid), grid), np.int64)
-    waves.reshape(-1)[: len(units)] = units
-    waves[1::2] = waves[1::2, ::-1]
-    return int(waves.sum(axis=0).max())
 
 
 def _split_tiles(

@@ -23,6 +23,13 @@ DECODE_BYTES_IN_FLIGHT = 64 * 1024
 #: Static shared memory of the 16-row kernel besides its table of RoPE frequencies.
 _STATIC_SMEM = 384
 
+#: Tiles of the fa3 kernels, (query rows, keys) by (head_dim_qk, head_dim_vo): two consumer warpgroups of 64 rows, and as many keys as
+#: leave two K/V stages room in 227 KB and the logits and weights of a tile room in 224 registers beside the output; a power of two, so
+#: that pages of any power of two fit (at head_dim 256 plain logits would leave room for 80 keys, capped ones not).
+FA3_TILES = {(64, 64): (128, 128), (128, 128): (128, 128), (192, 128): (128, 128), (256, 256): (128, 64)}
+FA3_ARCH = "sm_90a"
+_FA3_STAGES = 2
+
 
 @dataclass(frozen=True)
 class TileConfig:
@@ -113,6 +120,27 @@ def _prefill_config(
             f"head_dim {head_dim_qk}: {smem_per_cta} bytes of shared memory per CTA are too few for a tile of {cta_tile_q} rows"
         )
     return best
+
+
+@cache
+def fa3_tile_config(head_dim_qk: int, head_dim_vo: int) -> TileConfig:
+    """Shape of one fa3 kernel: one CTA per SM, a producer warpgroup and a consumer warpgroup per 64 query rows.
+
+    Raises:
+        UnsupportedError: no tile for these widths.
+    """
+    if (head_dim_qk, head_dim_vo) not in FA3_TILES:
+        raise UnsupportedError(f"head_dim: got {head_dim_qk} (head_dim_vo {head_dim_vo}), fa3 has {', '.join(map(str, FA3_TILES))}")
+    cta_tile_q, kv_tile = FA3_TILES[head_dim_qk, head_dim_vo]
+    smem = fa3_smem_bytes(cta_tile_q, kv_tile, _FA3_STAGES, head_dim_qk, head_dim_vo)
+    return TileConfig(cta_tile_q, kv_tile, 4 + cta_tile_q // 16, _FA3_STAGES, smem, 1)
+
+
+def fa3_smem_bytes(cta_tile_q: int, kv_tile: int, num_stages: int, head_dim_qk: int, head_dim_vo: int) -> int:
+    """Shared memory of an fa3 kernel: K/V ring, two query tiles and an output tile (wide heads: one, outputs over it), records."""
+    ring = num_stages * kv_tile * (head_dim_qk + head_dim_vo) * 2
+    rows = cta_tile_q * (2 * head_dim_qk + head_dim_vo if head_dim_qk <= 128 else head_dim_qk) * 2
+    return ring + rows + 2048 + 1024  # control block; alignment to the swizzle's period
 
 
 def max_tile_q(head_dim_vo: int) -> int:

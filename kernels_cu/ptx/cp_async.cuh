@@ -14,6 +14,11 @@ __device__ __forceinline__ void cp_async_16(unsigned smem, const void* global, b
 
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
+// One arrival on `barrier` once all copies that this thread started have landed.
+__device__ __forceinline__ void cp_async_arrive(unsigned barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
 // Wait until at most `kPending` of the newest groups of this thread are still in flight.
 template <int kPending>
 __device__ __forceinline__ void cp_async_wait() {

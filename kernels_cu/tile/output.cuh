@@ -72,6 +72,13 @@ __device__ __forceinline__ long long part_row(const MergeGroup& group, const Til
 // Parts whose loads are in flight together while merging. At head_dim 256 a 16-row tile's accumulators leave room for few.
 constexpr int kMergeBatch = kHeadDimVo == 256 ? 4 : 16;
 
+// The threads that finish parts together, and how they meet: all of the CTA, unless a kernel has others.
+struct CtaThreads {
+  static __device__ __forceinline__ int index() { return threadIdx.x; }
+  static __device__ __forceinline__ int count() { return blockDim.x; }
+  static __device__ __forceinline__ void sync() { __syncthreads(); }
+};
+
 // `num_threads` threads: write columns [first_column, first_column + kColumns) of a unit's output from its parts, in part order.
 template <int kColumns>
 __device__ __forceinline__ void merge_columns(const AttentionParams& params, const Tile& tile, const Segment& segment, const MergeGroup& group,
@@ -119,17 +126,18 @@ __device__ __forceinline__ void merge_columns(const AttentionParams& params, con
   }
 }
 
-// All threads, after they stored their share of a part: announce it, and merge if it was the last of its group.
+// All of `Threads`, after they stored their share of a part: announce it, and merge if it was the last of its group.
 // `is_last` is one int of shared memory; the caller synchronises before reusing it.
+template <typename Threads = CtaThreads>
 __device__ __forceinline__ void finish_part_of_group(const AttentionParams& params, const Tile& tile, const Segment& segment, const MergeGroup& group,
                                                      int* is_last) {
-  __syncthreads();
-  if (threadIdx.x == 0) {
+  Threads::sync();
+  if (Threads::index() == 0) {
     int* arrived = arrival_counter(params, segment, 0);
     *is_last = atomic_increment_acq_rel(arrived) == group.num_parts - 1;
     // Leave the counter as the plan set it, so that the next run finds it zero.
     if (*is_last) *arrived = 0;
   }
-  __syncthreads();
-  if (*is_last) merge_columns<kHeadDimVo>(params, tile, segment, group, 0, threadIdx.x, blockDim.x);
+  Threads::sync();
+  if (*is_last) merge_columns<kHeadDimVo>(params, tile, segment, group, 0, Threads::index(), Threads::count());
 }

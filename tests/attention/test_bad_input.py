@@ -369,8 +369,8 @@ def test_wrong_construction(backend: str) -> None:
     for wrapper in WRAPPERS.values():
         with pytest.raises(ArgumentError, match="kv_layout: got 'NDH', expected 'NHD' or 'HND'"):
             wrapper(kv_layout="NDH", backend=backend)
-        with pytest.raises(ArgumentError, match="backend: got 'fa3', expected one of auto, fa2, host"):
-            wrapper(backend="fa3")
+        with pytest.raises(ArgumentError, match="backend: got 'fa9', expected one of auto, fa2, fa3, host"):
+            wrapper(backend="fa9")
         with pytest.raises(ArgumentError, match=r"profile: got 'h900', known are .*h200"):
             wrapper(profile="h900", backend=backend)
         with pytest.raises(ArgumentTypeError, match="profile: got int"):

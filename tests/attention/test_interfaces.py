@@ -77,7 +77,7 @@ def test_a_family_that_is_not_shipped(getter: Any) -> None:
         with pytest.raises(BackendUnavailable, match=r"trtllm-gen .* does not ship; use fa2"):
             method(1, 2, named=3)
     for wrapper in WRAPPERS.values():
-        with pytest.raises(ArgumentError, match="backend: got 'trtllm-gen', expected one of auto, fa2, host"):
+        with pytest.raises(ArgumentError, match="backend: got 'trtllm-gen', expected one of auto, fa2, fa3, host"):
             wrapper(backend="trtllm-gen")
 
 

@@ -15,7 +15,7 @@ from cupyinfer.jit.cache import default_cache
 from cupyinfer.jit.source import kernel_source
 from cupyinfer.jit.variant import POS_ENCODINGS, AttentionVariant, KernelVariant
 from cupyinfer.schedule.profile import ARCHS, profile_for_arch
-from cupyinfer.schedule.tiles import CTA_TILE_Q, HEAD_DIMS, max_tile_q
+from cupyinfer.schedule.tiles import CTA_TILE_Q, FA3_ARCH, FA3_TILES, HEAD_DIMS, max_tile_q
 
 # The machine number of a CUDA program in an ELF header.
 _EM_CUDA = 190
@@ -48,6 +48,17 @@ def feature_variants() -> tuple[AttentionVariant, ...]:
     return tuple(found)
 
 
+def fa3_variants() -> tuple[AttentionVariant, ...]:
+    """The Hopper kernels: every width, paged and ragged, plain and with each other feature in turn."""
+    found = []
+    for at, ((qk, vo), (tile, _)) in enumerate(FA3_TILES.items()):
+        for paged in (True, False):
+            found.append(AttentionVariant("bfloat16", "bfloat16", qk, vo, tile, paged, backend="fa3"))
+            alibi = "ALIBI" if (at + paged) % 2 else "NONE"
+            found.append(AttentionVariant("float16", "float16", qk, vo, tile, paged, soft_cap=True, pos_encoding=alibi, backend="fa3"))
+    return tuple(found)
+
+
 def check(variant: KernelVariant, arch: str) -> None:
     kernel = default_cache().get(kernel_source(variant, profile_for_arch(arch)), arch)
     assert kernel.report.clean, f"{variant} on {arch}: {kernel.report}"
@@ -64,6 +75,12 @@ def test_standard_kernel(variant: KernelVariant, arch: str) -> None:
 @pytest.mark.parametrize(("variant", "arch"), [(variant, ARCHS[at % len(ARCHS)]) for at, variant in enumerate(feature_variants())], ids=str)
 def test_feature_kernel(variant: AttentionVariant, arch: str) -> None:
     check(variant, arch)
+
+
+@pytest.mark.parametrize("variant", fa3_variants(), ids=str)
+def test_fa3_kernel(variant: AttentionVariant) -> None:
+    """Clean also means that no product waits for another: ptxas reports that like a spill."""
+    check(variant, FA3_ARCH)
 
 
 def test_every_feature_is_compiled() -> None:

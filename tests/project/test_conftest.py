@@ -17,7 +17,7 @@ import pytest
 @pytest.mark.gpu
 def test_needs_gpu(): pass
 
-def test_each(backend): assert backend in ("host", "fa2")
+def test_each(backend): assert backend in ("host", "fa2", "fa3")
 
 def test_host(): pytest.skip("a reason of its own")
 """
@@ -36,9 +36,9 @@ def run_pytest(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[s
 def test_skips_are_counted_by_reason(tmp_path: Path) -> None:
     done = run_pytest(tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "2 GPU tests not run: no CUDA GPU here (pytest -m gpu selects them)" in done.stdout
+    assert "3 GPU tests not run: no CUDA GPU here (pytest -m gpu selects them)" in done.stdout
     assert "1 tests skipped: a reason of its own" in done.stdout
-    assert "1 passed, 3 skipped" in done.stdout
+    assert "1 passed, 4 skipped" in done.stdout
 
 
 def test_require_gpu_fails_without_one(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ POISON = 0xFF
 
 
 class Memory:
-    """Where the arrays of a backend live: "host" is NumPy, "fa2" is CuPy on the current device."""
+    """Where the arrays of a backend live: "host" is NumPy, "fa2" and "fa3" are CuPy on the current device."""
 
     def __init__(self, backend: str) -> None:
         self.on_gpu = backend != "host"

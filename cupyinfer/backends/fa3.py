@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fa3 backend: the Hopper prefill kernel, launched with a parameter record that also holds tensor maps of K and V."""
+
+from __future__ import annotations
+
+import struct
+from math import prod
+from typing import Any
+
+from cupyinfer.backends.arrays import RunArrays
+from cupyinfer.backends.fa2 import Fa2Kernel, Fa2Launcher
+from cupyinfer.backends.params import FA3_PARAMS
+from cupyinfer.backends.tensor_map import MAP_BYTES, CacheShape, cache_map
+from cupyinfer.interop import ArrayView
+from cupyinfer.jit.variant import AttentionVariant
+from cupyinfer.schedule.profile import DeviceProfile
+
+_BOXES = struct.Struct("<2i")
+_BOXES_OFFSET, _K_OFFSET, _V_OFFSET = (FA3_PARAMS.fields[name][1] for name in ("box_rows", "k", "v"))  # type: ignore[index]
+_NOTHING = CacheShape(64, 1, 1, 1, 0, 0, 0)
+
+
+class Fa3Kernel(Fa2Kernel):
+    """A loaded fa3 kernel; arguments as for Fa2Kernel."""
+
+    PARAMS = FA3_PARAMS
+
+    def __init__(self, variant: AttentionVariant, profile: DeviceProfile, device_id: int, fields: dict[str, Any]) -> None:
+        super().__init__(variant, profile, device_id, fields)
+        self.paged, self.dtype = variant.paged, variant.kv_dtype
+        self.num_kv_heads, self.page_size = int(fields["num_kv_heads"]), int(fields["page_size"])
+        self.box_rows = min(self.page_size, self.config.kv_tile) if self.paged else self.config.kv_tile
+
+
+class Fa3Launcher(Fa2Launcher):
+    """A planned fa3 kernel on one device; arguments and methods as for Fa2Launcher."""
+
+    def __init__(self, kernel: Fa3Kernel, fields: dict[str, int], num_ctas: int, held: object) -> None:
+        super().__init__(kernel, fields, num_ctas, held)
+        self._maps = kernel
+        # What the record holds maps of.
+        self._mapped: tuple[Any, ...] = ()
+
+    def _set_maps(self, arrays: RunArrays) -> None:
+        k, v, strides = arrays.k, arrays.v, arrays.strides
+        mapped = k.ptr, v.ptr, k.shape, v.shape, strides[2:8]
+        if mapped == self._mapped:
+            return
+        box_rows = self._maps.box_rows
+        for offset, view, steps in ((_K_OFFSET, k, strides[2:5]), (_V_OFFSET, v, strides[5:8])):
+            # A cache without elements is never read, but its map must be a map.
+            address, shape = (view.ptr, self._shape(view, steps)) if prod(view.shape) else (arrays.o.ptr, _NOTHING)
+            self._bytes[offset : offset + MAP_BYTES] = cache_map(address, shape, box_rows, self._maps.dtype)
+        _BOXES.pack_into(self._bytes, _BOXES_OFFSET, box_rows, k.shape[0])
+        self._mapped = mapped
+
+    def _shape(self, view: ArrayView, steps: tuple[int, ...]) -> CacheShape:
+        """The cache's sizes, which do not depend on the order of its dimensions; `steps` are strides of page, token and head."""
+        head_dim, num_heads = view.shape[-1], self._maps.num_kv_heads
+        page, token, head = steps
+        if self._maps.paged:
+            return CacheShape(head_dim, self._maps.page_size, num_heads, view.shape[0], token, head, page)
+        return CacheShape(head_dim, prod(view.shape[:-1]) // num_heads, num_heads, 1, token, head, 0)

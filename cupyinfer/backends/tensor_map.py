@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensor maps of K and V caches for the copy engine, made by the driver and kept per array."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
+
+from cupyinfer.errors import BackendUnavailable, UnsupportedError
+
+MAP_BYTES = 128
+_MAP_ALIGNMENT = 64
+#: Columns of a box: as many 16-bit elements as the 128-byte swizzle spans.
+BOX_COLUMNS = 64
+
+# Values of the driver's enumerations.
+_DATA_TYPE = {"float16": 6, "bfloat16": 9}
+_INTERLEAVE_NONE, _SWIZZLE_128B, _PROMOTION_256B, _FILL_ZEROS = 0, 3, 3, 0
+
+
+class CacheShape(NamedTuple):
+    """A K or V cache as (head dimension, slot, KV head, page), with strides in elements; a ragged one is a single page of all keys."""
+
+    head_dim: int
+    num_slots: int
+    num_heads: int
+    num_pages: int
+    token_stride: int
+    head_stride: int
+    page_stride: int
+
+
+@cache
+def _encode_function() -> Any:
+    try:
+        function = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled
+    except (OSError, AttributeError) as error:
+        raise BackendUnavailable(f"backend: fa3 needs a CUDA driver with cuTensorMapEncodeTiled (CUDA 12 or newer): {error}") from error
+    function.restype = ctypes.c_int
+    pointer = ctypes.c_void_p
+    function.argtypes = [pointer, ctypes.c_int, ctypes.c_uint32, pointer, pointer, pointer, pointer, pointer, *[ctypes.c_int] * 4]
+    return function
+
+
+@lru_cache(maxsize=1024)
+def cache_map(address: int, shape: CacheShape, box_rows: int, dtype: str) -> bytes:
+    """The tensor map of a cache, with boxes of 64 elements by `box_rows` slots of one head and page.
+
+    Args:
+        address: of the first element, a multiple of 16.
+        shape: sizes and strides.
+        box_rows: slots per box, at most 256.
+        dtype: "float16" or "bfloat16".
+
+    Raises:
+        BackendUnavailable: there is no driver, or an old one.
+        UnsupportedError: the driver cannot describe such an array.
+    """
+    sizes = shape.head_dim, shape.num_slots, shape.num_heads, shape.num_pages
+    # A dimension of one element is never stepped over, but its stride must be one the driver takes.
+    strides = [2 * (stride if size > 1 else shape.head_dim) for size, stride in zip(sizes[1:], shape[4:], strict=True)]
+    storage = ctypes.create_string_buffer(MAP_BYTES + _MAP_ALIGNMENT)
+    begin = -ctypes.addressof(storage) % _MAP_ALIGNMENT
+    status = _encode_function()(
+        ctypes.addressof(storage) + begin,
+        _DATA_TYPE[dtype],
+        4,
+        address,
+        (ctypes.c_uint64 * 4)(*sizes),
+        (ctypes.c_uint64 * 3)(*strides),
+        (ctypes.c_uint32 * 4)(BOX_COLUMNS, box_rows, 1, 1),
+        (ctypes.c_uint32 * 4)(1, 1, 1, 1),
+        _INTERLEAVE_NONE,
+        _SWIZZLE_128B,
+        _PROMOTION_256B,
+        _FILL_ZEROS,
+    )
+    if status:
+        raise UnsupportedError(f"backend: fa3 cannot copy from a cache of {shape} (driver error {status}); take 'fa2'")
+    return storage.raw[begin : begin + MAP_BYTES]

@@ -1,0 +1,246 @@
+// SPDX-License-Identifier: Apache-2.0
+// A consumer warpgroup: 64 query rows against every key of a segment, the softmax of one tile under the products of another.
+#pragma once
+
+#include "tile/fa3_output.cuh"
+
+// Warpgroups take turns to issue products, so that one's softmax runs under the other's. Wide heads have enough products of their own.
+constexpr bool kTakeTurns = kHeadDimVo <= 128;
+// What is the same for the warpgroups' descriptors; V is summed over its rows, and its column blocks are a tile apart.
+constexpr unsigned long long kRowsAreColumns = wgmma_descriptor_base(16), kRowsAreSummed = wgmma_descriptor_base(kKvBlockBytes);
+
+__device__ __forceinline__ void multiply_qk(Logits& s, unsigned q_tile, unsigned k_tile) {
+  // Descriptors are made where they are used: kept for the whole kernel, they would not all fit in registers.
+  asm volatile("" : "+r"(q_tile));
+  unsigned long long q = wgmma_descriptor(kRowsAreColumns, q_tile), k = wgmma_descriptor(kRowsAreColumns, k_tile);
+#pragma unroll
+  for (int step = 0; step < kHeadDimQk / 16; ++step) {
+    // 16 dims are 32 bytes of a row; four such steps are a block.
+    Wgmma<kKvTile>::smem(s, q + (step / 4 * kQBlockBytes + step % 4 * 32) / 16, k + (step / 4 * kKvBlockBytes + step % 4 * 32) / 16, step > 0);
+  }
+  wgmma_commit();
+}
+
+__device__ __forceinline__ void multiply_pv(Output& o, const Weights& p, unsigned v_tile) {
+  unsigned long long v = wgmma_descriptor(kRowsAreSummed, v_tile);
+#pragma unroll
+  for (int step = 0; step < kKvTile / 16; ++step) Wgmma<kHeadDimVo>::registers(o, p + step * 4, v + step * 16 * kBlockRowBytes / 16, 1);
+  wgmma_commit();
+}
+
+struct Consumer {
+  const Fa3Params& params;
+  Shared shared;
+  int index, warp;      // of the warpgroup among consumers, of the warp in it
+  unsigned count = 0;   // tiles of the CTA whose products are done
+  unsigned slot = 0;    // of the current segment
+  unsigned num_outputs = 0;  // outputs staged
+
+  __device__ __forceinline__ Consumer(const Fa3Params& params, const Shared& shared)
+      : params(params), shared(shared), index(threadIdx.x / kWarpgroupThreads - 1), warp(threadIdx.x / 32 % 4) {}
+
+  __device__ __forceinline__ void begin_turn() const {
+    if constexpr (kTakeTurns) named_barrier_sync(kTurnBarrier + index, 2 * kWarpgroupThreads);
+  }
+  __device__ __forceinline__ void end_turn() const {
+    if constexpr (kTakeTurns) named_barrier_arrive(kTurnBarrier + (index + 1) % kConsumers, 2 * kWarpgroupThreads);
+  }
+  // The warpgroup has finished reading the stage of tile `tile`.
+  __device__ __forceinline__ void release(Barrier ring, unsigned tile) const {
+    if (threadIdx.x % kWarpgroupThreads == 0) mbarrier_arrive(shared.barrier(ring + tile % kNumStages));
+  }
+  // Exponentials are computed before the wait that follows: a store of what depends on all of them cannot sink below it.
+  __device__ __forceinline__ void order_before_wait(const RowState& state) const {
+    asm volatile("st.shared.f32 [%0], %1;" ::"r"(smem_address(&shared.control->order[threadIdx.x - kWarpgroupThreads])), "f"(state.sum[0] + state.sum[1])
+                 : "memory");
+  }
+
+  // V rows past the request's last key hold what was there before, or belong to others: any bits at all, and 0 * NaN is NaN.
+  __device__ __forceinline__ void clear_missing_values(const QueuedWork& work, int key_begin, unsigned v_tile) const {
+    int first_missing = work.tile.kv_len - key_begin;
+    if (first_missing >= kKvTile) return;
+    constexpr int kChunks = kBlockRowBytes / 16;
+    for (int idx = threadIdx.x % kWarpgroupThreads + first_missing * kChunks; idx < kKvTile * kChunks; idx += kWarpgroupThreads) {
+#pragma unroll
+      for (int block = 0; block < kVoBlocks; ++block) {
+        asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(v_tile + block * kKvBlockBytes + idx * 16), "r"(0) : "memory");
+      }
+    }
+    // Both warpgroups write the same zeros, so neither has to wait for the other.
+    fence_async_proxy();
+    sync_warpgroup(index);
+  }
+
+  // The first tile of a segment, with nothing else in flight: its queries are waited for, its weights are ready on return.
+  __device__ __forceinline__ void begin_segment(const QueuedWork& work, ThreadRows& rows, Logits& s, Weights& p, RowState& state, Output& o) {
+    rows = ThreadRows(params.base, work, index, warp);
+    state = {{kNoMax, kNoMax}, {0.f, 0.f}};
+#pragma unroll
+    for (int i = 0; i < kHeadDimVo / 2; ++i) o[i] = 0.f;
+    wait_for_queries(slot);
+    wait_full(shared, kKFull, count);
+    wgmma_fence();
+    multiply_qk(s, shared.q_tile(index, slot), shared.k_tile(count));
+    wgmma_wait<0>();
+    bind_registers(s);
+    release(kKEmpty, count);
+    finish_logits(params.base, work, index, rows, work.segment.kv_begin, s);
+    float rescale[2];
+    update_softmax(rows, s, state, rescale);
+    pack_weights(s, p);
+  }
+
+  // The remaining products with keys, but for the last one with values.
+  __device__ __forceinline__ void continue_segment(const QueuedWork& work, const ThreadRows& rows, Logits& s, Weights& p, RowState& state, Output& o) {
+    unsigned q_tile = shared.q_tile(index, slot);
+    int key_end = work.segment.kv_end;
+#pragma unroll 1
+    for (int key_begin = work.segment.kv_begin + kKvTile; key_begin < key_end; key_begin += kKvTile) {
+      float rescale[2];
+      wait_full(shared, kKFull, count + 1);
+      begin_turn();
+      wgmma_fence();
+      multiply_qk(s, q_tile, shared.k_tile(count + 1));
+      wait_full(shared, kVFull, count);
+      wgmma_fence();
+      multiply_pv(o, p, shared.v_tile(count));
+      end_turn();
+      wgmma_wait<1>();
+      bind_registers(s);
+      release(kKEmpty, count + 1);
+      finish_logits(params.base, work, index, rows, key_begin, s);
+      update_softmax(rows, s, state, rescale);
+      order_before_wait(state);
+      wgmma_wait<0>();
+      bind_registers(o);
+      bind_registers(s);
+      release(kVEmpty, count);
+      pack_weights(s, p);
+      rescale_output(o, rescale);
+      ++count;
+    }
+    release_queries();
+  }
+
+  // The last product of a segment, and its rows on their way out.
+  __device__ __forceinline__ void end_segment(const QueuedWork& work, const Weights& p, RowState& state, Output& o) {
+    wait_full(shared, kVFull, count);
+    clear_missing_values(work, last_tile(work), shared.v_tile(count));
+    wgmma_fence();
+    multiply_pv(o, p, shared.v_tile(count));
+    wgmma_wait<0>();
+    bind_registers(o);
+    release(kVEmpty, count);
+    ++count;
+    if (work.segment.group < 0) {
+      stage(work, o, state);
+    } else {
+      write_part(params.base, work, o, state, index, warp);
+      finish_part_of_group<ConsumerThreads>(params.base, work.tile, work.segment, work.group, &shared.control->is_last);
+    }
+  }
+
+  // As end_segment of one and begin_segment of the following, under each other: neither the queries of the one nor the first softmax of
+  // the other leave the tensor cores idle.
+  __device__ __forceinline__ void join_segments(const QueuedWork& work, const QueuedWork& following, ThreadRows& rows, Logits& s, Weights& p, RowState& state,
+                                                Output& o) {
+    wait_for_queries(slot + 1);
+    wait_full(shared, kKFull, count + 1);
+    wait_full(shared, kVFull, count);
+    clear_missing_values(work, last_tile(work), shared.v_tile(count));
+    begin_turn();
+    wgmma_fence();
+    multiply_qk(s, shared.q_tile(index, slot + 1), shared.k_tile(count + 1));
+    multiply_pv(o, p, shared.v_tile(count));
+    end_turn();
+    rows = ThreadRows(params.base, following, index, warp);
+    RowState finished = state;
+    state = {{kNoMax, kNoMax}, {0.f, 0.f}};
+    wgmma_wait<1>();
+    bind_registers(s);
+    release(kKEmpty, count + 1);
+    finish_logits(params.base, following, index, rows, following.segment.kv_begin, s);
+    float rescale[2];
+    update_softmax(rows, s, state, rescale);
+    order_before_wait(state);
+    wgmma_wait<0>();
+    bind_registers(o);
+    bind_registers(s);
+    release(kVEmpty, count);
+    pack_weights(s, p);
+    ++count;
+    stage(work, o, finished);
+#pragma unroll
+    for (int i = 0; i < kHeadDimVo / 2; ++i) o[i] = 0.f;
+  }
+
+  // First key of a segment's last tile.
+  static __device__ __forceinline__ int last_tile(const QueuedWork& work) {
+    int begin = work.segment.kv_begin;
+    return begin + (work.segment.kv_end - 1 - begin) / kKvTile * kKvTile;
+  }
+
+  __device__ __forceinline__ void wait_for_queries(unsigned some_slot) const {
+    mbarrier_sleep(shared.barrier(kQFull + shared.q_buffer(index, some_slot)), some_slot / kQBuffers & 1);
+    fence_async_proxy();
+  }
+  __device__ __forceinline__ void release_queries() const {
+    if (threadIdx.x % kWarpgroupThreads == 0) mbarrier_arrive(shared.barrier(kQEmpty + shared.q_buffer(index, slot)));
+  }
+
+  // Hand finished rows to the warp that stores them.
+  __device__ __forceinline__ void stage(const QueuedWork& work, const Output& o, RowState& state) {
+    if constexpr (kJoinSegments) {
+      mbarrier_sleep(shared.barrier(kOEmpty + index), (num_outputs & 1) ^ 1);
+    } else {
+      sync_warpgroup(index);  // outputs go where other warps' queries lay
+    }
+    stage_rows(params.base, work, o, state, index, warp, shared.o_rows(index, warp));
+    __syncwarp();
+    if (lane_idx() == 0) mbarrier_arrive(shared.barrier(kOFull + index));
+    ++num_outputs;
+  }
+
+  __device__ __forceinline__ const QueuedWork& work_in(unsigned some_slot) const { return shared.control->works[some_slot % kWorkSlots]; }
+
+  // From `slot` on, the next segment with keys; those without are dealt with on the way. False when there is none.
+  __device__ __forceinline__ bool find_work() {
+#pragma unroll 1
+    while (true) {
+      const QueuedWork& work = wait_for_work(shared, slot);
+      if (!work.valid || work.has_keys()) return work.valid;
+      write_empty_rows(params.base, work, index, warp);
+      wait_for_queries(slot);
+      release_queries();
+      release_work(shared, slot++);
+    }
+  }
+
+  __device__ __forceinline__ void consume() {
+    // The first warpgroup's first turn.
+    if (kTakeTurns && index == kConsumers - 1) end_turn();
+    ThreadRows rows;
+    RowState state;
+    Output o;
+    Logits s;
+    Weights p;
+    bool joined = false;
+#pragma unroll 1
+    while (true) {
+      if (!joined) {
+        if (!find_work()) return;
+        begin_segment(work_in(slot), rows, s, p, state, o);
+      }
+      continue_segment(work_in(slot), rows, s, p, state, o);
+      const QueuedWork& work = work_in(slot);
+      const QueuedWork& following = wait_for_work(shared, slot + 1);
+      // Merging needs the registers that a join occupies.
+      joined = kJoinSegments && following.valid && following.has_keys() && work.segment.group < 0;
+      if constexpr (kJoinSegments) {
+        if (joined) join_segments(work, following, rows, s, p, state, o);
+      }
+      if (!joined) end_segment(work, p, state, o);
+      release_work(shared, slot++);
+    }
+  }
+};

@@ -1,0 +1,137 @@
+// SPDX-License-Identifier: Apache-2.0
+// Online softmax on the accumulator of a consumer warpgroup: masks, running maximum and sum, exponentials, packing.
+#pragma once
+
+#include "ptx/convert.cuh"
+#include "ptx/math.cuh"
+#include "ptx/wgmma.cuh"
+#include "tile/fa3_layout.cuh"
+
+// Logits that a soft cap or ALiBi has already brought to the log2 domain; others are scaled inside the exponent.
+constexpr bool kTransformLogits = kSoftCap || kAlibi;
+// Stands for the maximum of a row that has seen no key: finite, so that -inf minus it is still -inf.
+constexpr float kNoMax = -1e30f;
+// Growth of a row's maximum, in powers of two, that exponentials take on before sums and output are rescaled. Half holds 2^8.
+constexpr float kLazyGrowth = 8.f;
+// A scale of zero would turn a masked -inf into NaN.
+constexpr float kLeastScale = 1e-30f;
+
+// A thread holds rows g and g + 8 of its warp's 16: element i of an accumulator belongs to thread row i / 2 % 2.
+using Logits = float[kKvTile / 2];
+using Output = float[kHeadDimVo / 2];
+using Weights = unsigned[kKvTile / 4];
+
+// What a thread knows of a segment's tile while it walks the keys.
+struct ThreadRows {
+  int lo[2], hi[2];          // keys its rows see
+  float scale;               // of raw products
+  float slope[2];            // ALiBi, in the log2 domain
+  int position[2];
+
+  ThreadRows() = default;
+  __device__ __forceinline__ ThreadRows(const AttentionParams& params, const QueuedWork& work, int consumer, int warp) {
+    const Tile& tile = work.tile;
+    int kv_head = work.segment.kv_head, last_key = work.segment.kv_end - 1;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      int row_in_tile = consumer * kWarpgroupRows + warp * kWarpRows + lane_idx() / 4 + r * 8;
+      Row row = make_row(params, tile, kv_head, row_in_tile);
+      lo[r] = row.lo, hi[r] = min(row.hi, last_key);
+      slope[r] = kAlibi && row_in_tile < tile.num_rows ? __ldg(params.alibi_slopes + row.head) * kLog2E : 0.f;
+      position[r] = row.position;
+    }
+    float logit_scale = params.sm_scale * (params.k_scale != nullptr ? __ldg(params.k_scale + kv_head) : 1.f);
+    scale = fmaxf(kSoftCap ? logit_scale : logit_scale * kLog2E, kLeastScale);
+  }
+};
+
+struct RowState {
+  float max[2];  // reference of the exponentials in the log2 domain, at most kLazyGrowth below the true maximum
+  float sum[2];  // this thread's share of the sum of exponentials
+};
+
+// Raw products to logits: soft cap and ALiBi, then -inf for the keys that a row does not see.
+__device__ __forceinline__ void finish_logits(const AttentionParams& params, const QueuedWork& work, int consumer, const ThreadRows& rows, int key_begin, Logits& s) {
+  int lane_key = key_begin + lane_idx() % 4 * 2;
+  if constexpr (kTransformLogits) {
+    float rcp_cap = kSoftCap ? 1.f / params.logits_soft_cap : 1.f;
+#pragma unroll
+    for (int i = 0; i < kKvTile / 2; ++i) {
+      s[i] *= rows.scale;
+      if constexpr (kSoftCap) s[i] = params.logits_soft_cap * kLog2E * tanh_ex2(s[i] * rcp_cap);
+      if constexpr (kAlibi) s[i] = fmaf(rows.slope[i / 2 % 2], static_cast<float>(lane_key - rows.position[i / 2 % 2] + i / 4 * 8 + i % 2), s[i]);
+    }
+  }
+  if (key_begin < work.seen_from[consumer] || key_begin + kKvTile - 1 > work.seen_to[consumer]) {
+    // Few tiles come here, so where accumulators fill the registers the bounds are found anew.
+    ThreadRows bounds = kHeadDimVo > 128 ? ThreadRows(params, work, consumer, threadIdx.x / 32 % 4) : rows;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      int lo = bounds.lo[r] - lane_key, hi = bounds.hi[r] - lane_key;
+#pragma unroll
+      for (int i = r * 2; i < kKvTile / 2; i += 4) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          int column = i / 4 * 8 + e;
+          if (column < lo || column > hi) s[i + e] = neg_inf();
+        }
+      }
+    }
+  }
+}
+
+// Take the logits of a tile into the running maximum and sum, and make them exponentials. `rescale` brings what was summed before to
+// the new maximum.
+__device__ __forceinline__ void update_softmax(const ThreadRows& rows, Logits& s, RowState& state, float (&rescale)[2]) {
+  float scale = kTransformLogits ? 1.f : rows.scale;
+  // Two chains per row, so that neighbouring operations do not wait for each other.
+  float largest[2][2], sum[2][2];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) largest[i / 2][i % 2] = s[i];
+#pragma unroll
+  for (int i = 4; i < kKvTile / 2; ++i) largest[i / 2 % 2][i % 2] = fmaxf(largest[i / 2 % 2][i % 2], s[i]);
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    float x = fmaxf(largest[r][0], largest[r][1]);
+    x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, 1));
+    x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, 2));
+    // A reference a little below the maximum is as good, and most tiles then leave the output as it is.
+    float new_max = x * scale > state.max[r] + kLazyGrowth ? x * scale : state.max[r];
+    rescale[r] = ex2(state.max[r] - new_max);
+    state.max[r] = new_max;
+  }
+#pragma unroll
+  for (int i = 0; i < kKvTile / 2; ++i) {
+    s[i] = ex2(fmaf(s[i], scale, -state.max[i / 2 % 2]));
+    if (i < 4) {
+      sum[i / 2][i % 2] = s[i];
+    } else {
+      sum[i / 2 % 2][i % 2] += s[i];
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < 2; ++r) state.sum[r] = fmaf(state.sum[r], rescale[r], sum[r][0] + sum[r][1]);
+}
+
+// Exponentials as the left operand of a product: chunk j of 16 keys is weights 4j .. 4j + 3, with no exchange between threads.
+__device__ __forceinline__ void pack_weights(const Logits& s, Weights& p) {
+#pragma unroll
+  for (int i = 0; i < kKvTile / 4; ++i) p[i] = pack_pair<kMmaElement>(s[2 * i], s[2 * i + 1]);
+}
+
+// No product may be in flight.
+__device__ __forceinline__ void rescale_output(Output& o, const float (&rescale)[2]) {
+  if (!__any_sync(kFullWarp, rescale[0] != 1.f || rescale[1] != 1.f)) return;
+#pragma unroll
+  for (int i = 0; i < kHeadDimVo / 2; ++i) o[i] *= rescale[i / 2 % 2];
+}
+
+// The whole row's state, on each of its four lanes, as finish_row and finish_part take it.
+__device__ __forceinline__ void reduce_rows(RowState& state) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    state.sum[r] += __shfl_xor_sync(kFullWarp, state.sum[r], 1);
+    state.sum[r] += __shfl_xor_sync(kFullWarp, state.sum[r], 2);
+    if (state.sum[r] == 0.f) state.max[r] = neg_inf();
+  }
+}
