@@ -55,12 +55,15 @@ struct Consumer {
                  : "memory");
   }
 
-  // V rows past the request's last key hold what was there before, or belong to others: any bits at all, and 0 * NaN is NaN.
-  __device__ __forceinline__ void clear_missing_values(const QueuedWork& work, int key_begin, unsigned v_tile) const {
-    int first_missing = work.tile.kv_len - key_begin;
-    if (first_missing >= kKvTile) return;
+  // V rows past the request's last key, or left of every row's window, hold what was there before, or belong to others: any bits at
+  // all, and 0 * NaN is NaN.
+  __device__ __forceinline__ void clear_unseen_values(const QueuedWork& work, int key_begin, unsigned v_tile) const {
+    int first_seen = work.segment.first_seen - key_begin, first_missing = work.tile.kv_len - key_begin;
+    if (first_seen <= 0 && first_missing >= kKvTile) return;
     constexpr int kChunks = kBlockRowBytes / 16;
-    for (int idx = threadIdx.x % kWarpgroupThreads + first_missing * kChunks; idx < kKvTile * kChunks; idx += kWarpgroupThreads) {
+    for (int idx = threadIdx.x % kWarpgroupThreads; idx < kKvTile * kChunks; idx += kWarpgroupThreads) {
+      int key = idx / kChunks;
+      if (key >= first_seen && key < first_missing) continue;
 #pragma unroll
       for (int block = 0; block < kVoBlocks; ++block) {
         asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(v_tile + block * kKvBlockBytes + idx * 16), "r"(0) : "memory");
@@ -94,6 +97,10 @@ struct Consumer {
   __device__ __forceinline__ void continue_segment(const QueuedWork& work, const ThreadRows& rows, Logits& s, Weights& p, RowState& state, Output& o) {
     unsigned q_tile = shared.q_tile(index, slot);
     int key_end = work.segment.kv_end;
+    if (work.segment.first_seen > work.segment.kv_begin && work.segment.kv_begin + kKvTile < key_end) {
+      wait_full(shared, kVFull, count);
+      clear_unseen_values(work, work.segment.kv_begin, shared.v_tile(count));
+    }
 #pragma unroll 1
     for (int key_begin = work.segment.kv_begin + kKvTile; key_begin < key_end; key_begin += kKvTile) {
       float rescale[2];
@@ -125,7 +132,7 @@ struct Consumer {
   // The last product of a segment, and its rows on their way out.
   __device__ __forceinline__ void end_segment(const QueuedWork& work, const Weights& p, RowState& state, Output& o) {
     wait_full(shared, kVFull, count);
-    clear_missing_values(work, last_tile(work), shared.v_tile(count));
+    clear_unseen_values(work, last_tile(work), shared.v_tile(count));
     wgmma_fence();
     multiply_pv(o, p, shared.v_tile(count));
     wgmma_wait<0>();
@@ -147,7 +154,7 @@ struct Consumer {
     wait_for_queries(slot + 1);
     wait_full(shared, kKFull, count + 1);
     wait_full(shared, kVFull, count);
-    clear_missing_values(work, last_tile(work), shared.v_tile(count));
+    clear_unseen_values(work, last_tile(work), shared.v_tile(count));
     begin_turn();
     wgmma_fence();
     multiply_qk(s, shared.q_tile(index, slot + 1), shared.k_tile(count + 1));

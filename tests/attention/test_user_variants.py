@@ -294,9 +294,9 @@ def test_a_variant_changes_no_size(op: str) -> None:
     batch = batch_of(Call(case, "host"))
     types = (case.dtype, case.cache_dtype, *case.head_dims)
     if op == "decode":
-        plain = cupyinfer.get_batch_decode_module(*types)
+        plain = cupyinfer.get_batch_decode_module(*types, backend="fa2")
     else:
-        plain = cupyinfer.get_batch_prefill_module(*types, paged=case.paged, causal=True)
+        plain = cupyinfer.get_batch_prefill_module(*types, paged=case.paged, backend="fa2", causal=True)
     module = module_of(EXAMPLES["sigmoid_gate"], case)
     for profile in (PROFILE, cupyinfer.PROFILES[PROFILE]):
         assert module.workspace_size(*batch, profile=profile) == plain.workspace_size(*batch, profile=profile)

@@ -23,6 +23,7 @@ from tests.support.oracle import AttentionOptions, attention_oracle
 SMALL = ("--backend", "host", "--requests", 8, "--scale-lengths", 0.2, "--check-every", 1)
 
 
+@pytest.mark.parametrize("backend", ["host", *(pytest.param(name, marks=pytest.mark.gpu) for name in ("auto", "fa2"))])
 def test_small_trace(cli: Cli, backend: str) -> None:
     done = cli("replay", TRACE, "--requests", 20, "--backend", backend, "--num-pages", 1024, "--json")
     assert (done.code, done.err) == (0, "")

@@ -65,18 +65,18 @@ class ReplayDefaults:
 
 _DEFAULTS = {
     "host": ReplayDefaults(ModelShape(4, 2, 64, "float16", 16), 32, 128, 512, 1024, 4, None),
-    "fa2": ReplayDefaults(REAL_MODEL, 128, 2048, 32768, 16384, 8, 1.0),
+    "gpu": ReplayDefaults(REAL_MODEL, 128, 2048, 32768, 16384, 8, 1.0),
 }
 
 
 def add_parser(commands: Any) -> argparse.ArgumentParser:
     """Add the command to the program's parser."""
-    host, gpu = _DEFAULTS["host"], _DEFAULTS["fa2"]
+    host, gpu = _DEFAULTS["host"], _DEFAULTS["gpu"]
     parser: argparse.ArgumentParser = commands.add_parser(
         "replay", help="serve a request trace, sized exactly and checked", description=_DESCRIPTION
     )
     parser.add_argument("trace", type=Path, metavar="TRACE", help="CSV or JSON lines file")
-    parser.add_argument("--backend", choices=("auto", "host", "fa2"), default="auto", help="auto is fa2 with a GPU, else host")
+    parser.add_argument("--backend", choices=("auto", "host", "fa2"), default="auto", help="auto is the fastest for each plan with a GPU, else host")
     parser.add_argument("--requests", type=at_least(1), metavar="N", help="only the first N requests")
     parser.add_argument("--seed", type=at_least(0), default=0, metavar="N", help="of all values, page orders and samples (default: 0)")
     for name, field, text in (
@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> Report:
     """Replay the trace with a progress bar."""
     requests = read_trace(args.trace, args.requests)
     memory = _memory(args.backend)
-    defaults = _DEFAULTS[memory.backend]
+    defaults = _DEFAULTS["host" if memory.backend == "host" else "gpu"]
     given = {name: getattr(args, name) for name in ("max_batch", "chunk", "max_context", "num_pages", "check_every")}
     chosen = replace(defaults, **{name: value for name, value in given.items() if value is not None})
     shape = model_shape(args, defaults.shape)
@@ -110,7 +110,7 @@ def run(args: argparse.Namespace) -> Report:
     longest = min(chosen.max_context, limits.num_pages * limits.page_size)
     fitted = fit_trace(requests, longest, defaults.scale if args.scale_lengths is None else args.scale_lengths)
     config = ReplayConfig(shape, limits, chosen.check_every, args.seed)
-    if memory.backend == "fa2":
+    if memory.backend != "host":
         _compile(shape, memory)
     session = ReplaySession(fitted.requests, config, memory)
     total = sum(request.num_cached for request in fitted.requests)
@@ -130,13 +130,11 @@ def _scale(text: str) -> float:
 
 
 def _memory(backend: str) -> Memory:
-    if backend == "auto":
-        backend = "fa2" if has_gpu() else "host"
-    if backend == "host":
+    if backend == "host" or (backend == "auto" and not has_gpu()):
         return HostMemory()
     if not has_gpu():
         raise BackendUnavailable("--backend fa2: no CUDA GPU is visible through CuPy (cupyinfer info says more)")
-    return GpuMemory()
+    return GpuMemory(backend)
 
 
 def _compile(shape: ModelShape, memory: Memory) -> None:

@@ -76,9 +76,8 @@ class HostMemory:
 class GpuMemory:
     """CuPy arrays and CUDA events. Only copies, fills and views are used, so CuPy compiles nothing for them."""
 
-    backend = "fa2"
-
-    def __init__(self) -> None:
+    def __init__(self, backend: str) -> None:
+        self.backend = backend
         self.profile = read_profile(current_device())
         import cupy
 
