@@ -76,7 +76,9 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
         "replay", help="serve a request trace, sized exactly and checked", description=_DESCRIPTION
     )
     parser.add_argument("trace", type=Path, metavar="TRACE", help="CSV or JSON lines file")
-    parser.add_argument("--backend", choices=("auto", "host", "fa2"), default="auto", help="auto is the fastest for each plan with a GPU, else host")
+    parser.add_argument(
+        "--backend", choices=("auto", "host", "fa2"), default="auto", help="auto is the fastest for each plan with a GPU, else host"
+    )
     parser.add_argument("--requests", type=at_least(1), metavar="N", help="only the first N requests")
     parser.add_argument("--seed", type=at_least(0), default=0, metavar="N", help="of all values, page orders and samples (default: 0)")
     for name, field, text in (
