@@ -17,7 +17,6 @@ ROOT = Path(__file__).resolve().parents[1]
 CACHE_VARIABLE = "CUPYINFER_CACHE_DIR"
 NO_GPU = "no CUDA GPU here"
 _FA3_REFUSAL = re.compile(r"backend: fa3 .+; take '(auto' or 'fa2|fa2)'")
-_REFUSED = pytest.StashKey[list[str]]()
 
 # Read by NumPy when it is first imported: matrix products of tests are small, and threads of several test processes get in each
 # other's way (eight times slower on two cores).
@@ -65,9 +64,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Say how many tests were skipped, one line per reason."""
     reports = terminalreporter.stats.get("skipped", [])
     reasons = Counter(str(report.longrepr[2]).removeprefix("Skipped: ") for report in reports)
-    refused = terminalreporter.config.stash.get(_REFUSED, [])
-    if refused:
-        terminalreporter.write_line(f"{len(refused)} tests ended with a refusal of fa3, as expected")
     num_gpu = reasons.pop(NO_GPU, 0)
     if num_gpu:
         terminalreporter.write_line(f"{num_gpu} GPU tests not run: {NO_GPU} (pytest -m gpu selects them)")
@@ -77,16 +73,20 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
-    """What fa3 does not serve is refused with one kind of error, which ends its test; test_backend_choice.py has the list of refusals."""
+    """A test on fa3 of what fa3 refuses is skipped with the refusal as its reason.
+
+    test_backend_choice.py has the list of refusals, and test_fa3.py, which does not take the fixture, what must never be refused.
+    """
     try:
         return (yield)
     except NotImplementedError as error:
         if getattr(pyfuncitem, "callspec", None) is None or pyfuncitem.callspec.params.get("backend") != "fa3":
             raise
-        if not _FA3_REFUSAL.fullmatch(str(error)):
+        from cupyinfer.errors import UnsupportedError
+
+        if not isinstance(error, UnsupportedError) or not _FA3_REFUSAL.fullmatch(str(error)):
             raise
-        pyfuncitem.config.stash.setdefault(_REFUSED, []).append(str(error))
-        return True
+        pytest.skip(str(error))
 
 
 @pytest.fixture

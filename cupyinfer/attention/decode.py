@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from cupyinfer.attention.call_errors import arguments_of, checked_call
 from cupyinfer.attention.metadata import host_indices, page_table
 from cupyinfer.attention.options import make_options
 from cupyinfer.attention.plan import AttentionRequest
 from cupyinfer.attention.run_arrays import cache_views
-from cupyinfer.attention.wrapper import BatchAttentionWrapper, arguments_of, plan_values
+from cupyinfer.attention.wrapper import BatchAttentionWrapper, plan_values
 from cupyinfer.schedule.geometry import decode_geometry
 from cupyinfer.workspace import WorkspaceSize
 
@@ -119,6 +120,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchAttentionWrapper):
     def _request(self, *args: Any, **options: Any) -> AttentionRequest:
         return decode_request(*args, **options, kv_layout=self._kv_layout, copy_pages=self._use_cuda_graph)
 
+    @checked_call
     def run(
         self,
         q: Any,

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from inspect import signature
 from typing import Any
 
+from cupyinfer.attention.call_errors import checked_call, misfit, options_of
 from cupyinfer.attention.decode import decode_request
 from cupyinfer.attention.options import check_kv_layout
 from cupyinfer.attention.plan import AttentionRequest, Plan, plan_attention
@@ -14,10 +16,13 @@ from cupyinfer.attention.prefill import paged_prefill_request, ragged_prefill_re
 from cupyinfer.attention.run_arrays import cache_views
 from cupyinfer.attention.workspaces import Workspaces, check_backend
 from cupyinfer.backends.device import current_device, has_gpu, read_profile
-from cupyinfer.errors import ArgumentError, BackendUnavailable
-from cupyinfer.interop import as_view
+from cupyinfer.errors import ArgumentError, ArgumentTypeError, BackendUnavailable, CupyInferError
+from cupyinfer.interop import ArrayView, as_view
 from cupyinfer.schedule.profile import HOST_PROFILE, DeviceProfile, named_profile
 from cupyinfer.workspace import WorkspaceSize
+
+#: The argument of the request functions that a module supplies.
+_SUPPLIED = ("kv_layout",)
 
 
 @dataclass(frozen=True)
@@ -51,38 +56,76 @@ class AttentionModule:
             profile = read_profile(current_device()) if on_gpu else HOST_PROFILE
         return replace(self._request(*args, **options), backend=self.backend).draft(named_profile(profile)).size
 
+    @checked_call
     def plan(
         self, float_workspace: Any, int_workspace: Any, *args: Any, profile: str | DeviceProfile | None = None, **options: Any
     ) -> Plan:
-        """Schedule a batch in two workspaces and return the plan; arguments and errors as for the wrapper's `plan`."""
+        """Schedule a batch in two workspaces and return the plan; arguments as for the wrapper's `plan`.
+
+        Raises:
+            ArgumentError: bad offsets, options or lengths, or an option that this module fixes.
+            ArgumentTypeError: a value of the wrong kind, or an element type that is not supported.
+            UnsupportedError: this module's backend does not serve what is asked for.
+            WorkspaceError: a buffer is missing, unaligned or too small.
+            BackendUnavailable: this machine cannot run the backend.
+            CompileError: NVRTC is missing or refused the kernel.
+        """
         request = replace(self._request(*args, **options), backend=self.backend)
         chosen = None if profile is None else named_profile(profile)
         return plan_attention(request, Workspaces(float_workspace, int_workspace, self.backend), chosen)
 
-    def run(self, plan: Plan, q: Any, *kv: Any, **options: Any) -> Any:
+    @checked_call
+    def run(
+        self,
+        plan: Plan,
+        q: Any,
+        *kv: Any,
+        out: Any = None,
+        lse: Any = None,
+        return_lse: bool = False,
+        q_scale: float | None = None,
+        k_scale: Any = None,
+        v_scale: Any = None,
+    ) -> Any:
         """Run a plan of this module.
 
         Args:
             plan: what `plan` returned.
             q: [num_tokens, num_qo_heads, head_dim_qk].
             kv: the paged cache, or ragged k and v.
-            options: out, lse, return_lse, q_scale, k_scale, v_scale, as for the wrapper's `run`.
+            out, lse, return_lse, q_scale, k_scale, v_scale: as for the wrapper's `run`.
+
+        Raises:
+            ArgumentError: shapes, strides or devices that do not fit the plan, or not the arrays this module takes.
+            ArgumentTypeError: not a plan, or not the planned element types.
+            StateError: arrays of another batch than the planned one.
         """
+        if not isinstance(plan, Plan):
+            raise ArgumentTypeError(f"plan: got {type(plan).__name__}, expected what this module's plan returned")
+        k, v = self._kv_views(kv)
+        return plan.run(q, k, v, out=out, lse=lse, return_lse=return_lse, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
+
+    def _kv_views(self, kv: tuple[Any, ...]) -> tuple[ArrayView, ArrayView]:
         if self.paged:
             if len(kv) != 1:
                 raise ArgumentError(f"paged_kv_cache: got {len(kv)} arguments after q, expected one: a pair or a 5-D array")
-            k, v = cache_views(kv[0], self.kv_layout)
-        else:
-            if len(kv) != 2:
-                raise ArgumentError(f"k, v: got {len(kv)} arguments after q, expected two")
-            k, v = as_view(kv[0], "k"), as_view(kv[1], "v")
-        return plan.run(q, k, v, **options)
+            return cache_views(kv[0], self.kv_layout)
+        if len(kv) != 2:
+            raise ArgumentError(f"k, v: got {len(kv)} arguments after q, expected two")
+        return as_view(kv[0], "k"), as_view(kv[1], "v")
 
     def _request(self, *args: Any, **options: Any) -> AttentionRequest:
         clash = sorted(set(options) & set(self.fixed))
         if clash:
             raise ArgumentError(f"{clash[0]}: is fixed by this module as {self.fixed[clash[0]]!r}")
-        return self.request(*args, **self.fixed, **options, kv_layout=self.kv_layout)
+        given = {**self.fixed, **options}
+        try:
+            return self.request(*args, **given, kv_layout=self.kv_layout)
+        except TypeError as error:
+            wrong = None if isinstance(error, CupyInferError) else misfit(signature(self.request), type(self).__name__, args, given)
+            if wrong is None:
+                raise
+            raise wrong from None
 
 
 def _fixed(head_dim_qk: int, head_dim_vo: int | None, q_dtype: Any, kv_dtype: Any, options: dict[str, Any]) -> dict[str, Any]:
@@ -107,13 +150,14 @@ def get_batch_decode_module(
         head_dim_qk: width of queries and keys.
         head_dim_vo: width of values and outputs, by default head_dim_qk.
         kv_layout: "NHD" or "HND".
-        backend: "auto", "fa2" or "host".
+        backend: "auto", "fa2" or "host"; "fa3" too for prefill, which it alone serves.
         options: options of `BatchDecodeWithPagedKVCacheWrapper.plan` to fix, such as pos_encoding_mode.
 
     Returns:
         A module whose `plan` takes, after the two workspaces, ``indptr, indices, last_page_len, num_qo_heads, num_kv_heads, page_size``.
     """
 
+    @options_of(decode_request, supplied=_SUPPLIED)
     def request(
         indptr: Any, indices: Any, last_page_len: Any, num_qo_heads: int, num_kv_heads: int, page_size: int, **rest: Any
     ) -> AttentionRequest:
@@ -146,11 +190,13 @@ def get_batch_prefill_module(
         num_qo_heads, num_kv_heads, page_size`` (paged) or ``qo_indptr, kv_indptr, num_qo_heads, num_kv_heads`` (ragged).
     """
 
+    @options_of(paged_prefill_request, supplied=_SUPPLIED)
     def paged_request(
         qo_indptr: Any, indptr: Any, indices: Any, last_page_len: Any, num_qo_heads: int, num_kv_heads: int, page_size: int, **rest: Any
     ) -> AttentionRequest:
         return paged_prefill_request(qo_indptr, indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim_qk, page_size, **rest)
 
+    @options_of(ragged_prefill_request, supplied=_SUPPLIED)
     def ragged_request(qo_indptr: Any, kv_indptr: Any, num_qo_heads: int, num_kv_heads: int, **rest: Any) -> AttentionRequest:
         return ragged_prefill_request(qo_indptr, kv_indptr, num_qo_heads, num_kv_heads, head_dim_qk, **rest)
 

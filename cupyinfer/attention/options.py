@@ -10,17 +10,20 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, wraps
 from typing import Any, ParamSpec, TypeVar
 
+import numpy as np
+
 from cupyinfer.dtypes import FP8_TYPES, HALF_TYPES, canonical_dtype, itemsize
 from cupyinfer.errors import ArgumentError, ArgumentTypeError
 from cupyinfer.jit.user_variant import UserVariant
 from cupyinfer.jit.variant import POS_ENCODINGS, AttentionVariant
-from cupyinfer.schedule.geometry import check_heads
+from cupyinfer.schedule.geometry import check_heads, check_int
 from cupyinfer.schedule.planner import PlanShape
 from cupyinfer.schedule.tiles import check_head_dims
 from cupyinfer.schedule.tiling import KeySpan
 
 KV_LAYOUTS = ("NHD", "HND")
 MAX_GROUP_SIZE = 64
+FLOAT32_MAX = float(np.finfo(np.float32).max)
 #: Different sets of options that are kept checked.
 MAX_KEPT_OPTIONS = 256
 
@@ -51,27 +54,30 @@ def check_kv_layout(kv_layout: Any) -> str:
     return str(kv_layout)
 
 
-def check_int(value: Any, argument: str, low: int) -> int:
-    """An integer of at least `low`; raise ArgumentTypeError or ArgumentError otherwise."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise ArgumentTypeError(f"{argument}: got {value!r}, expected an int")
-    if value < low:
-        raise ArgumentError(f"{argument}: got {value}, must be at least {low}")
-    return int(value)
-
-
 def check_float(value: Any, argument: str) -> float:
     """A finite number; raise ArgumentTypeError or ArgumentError otherwise."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise ArgumentTypeError(f"{argument}: got {value!r}, expected a number")
-    if not math.isfinite(value):
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
         raise ArgumentError(f"{argument}: got {value}, must be finite")
-    return float(value)
+    return number
+
+
+def check_float32(value: Any, argument: str) -> float:
+    """A number that float32 can hold; raise ArgumentTypeError or ArgumentError otherwise."""
+    checked = check_float(value, argument)
+    if abs(checked) > FLOAT32_MAX:
+        raise ArgumentError(f"{argument}: got {value}, beyond the range of float32")
+    return checked
 
 
 def check_positive(value: Any, argument: str) -> float:
     """A finite number above zero; raise ArgumentTypeError or ArgumentError otherwise."""
-    checked = check_float(value, argument)
+    checked = check_float32(value, argument)
     if checked <= 0:
         raise ArgumentError(f"{argument}: got {value}, must be positive")
     return checked
@@ -209,7 +215,7 @@ def make_options(
     if pos_encoding_mode not in POS_ENCODINGS:
         raise ArgumentError(f"pos_encoding_mode: got {pos_encoding_mode!r}, expected one of {', '.join(POS_ENCODINGS)}")
     window_left = check_int(window_left, "window_left", -1)
-    cap = 0.0 if logits_soft_cap is None else check_float(logits_soft_cap, "logits_soft_cap")
+    cap = 0.0 if logits_soft_cap is None else check_float32(logits_soft_cap, "logits_soft_cap")
     if cap < 0:
         raise ArgumentError(f"logits_soft_cap: got {cap}, must not be negative; 0 or None is no cap")
     scale = 1 / math.sqrt(head_dim_qk) if sm_scale is None else check_positive(sm_scale, "sm_scale")

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from cupyinfer.attention.backend_choice import choose_backend
 from cupyinfer.attention.metadata import PageTable, PlanValues
-from cupyinfer.attention.options import AttentionOptions, check_float, check_positive
+from cupyinfer.attention.options import FLOAT32_MAX, AttentionOptions, check_float32, check_positive
 from cupyinfer.attention.run_arrays import ArrayChecker
 from cupyinfer.attention.user_arguments import UserValues
 from cupyinfer.attention.workspaces import Workspaces
@@ -22,12 +22,12 @@ from cupyinfer.backends.fa3 import Fa3Kernel, Fa3Launcher
 from cupyinfer.backends.host_launcher import HostLauncher
 from cupyinfer.backends.params import division_multiplier
 from cupyinfer.errors import ArgumentError, BackendUnavailable, StateError
-from cupyinfer.interop import CPU_DEVICE, ArrayView, Device, as_view, hand_back, release_after_work, use_device
+from cupyinfer.interop import CPU_DEVICE, ArrayView, Device, as_view, hand_back, is_capturing, release_after_work, use_device
 from cupyinfer.schedule.capacity import BatchLimits
 from cupyinfer.schedule.geometry import BatchGeometry
 from cupyinfer.schedule.plan_info import PlanInfo
 from cupyinfer.schedule.planner import PlanDraft, draft_plan
-from cupyinfer.schedule.profile import DeviceProfile
+from cupyinfer.schedule.profile import HOST_PROFILE, DeviceProfile
 from cupyinfer.schedule.tiles import FA3_ARCH
 
 
@@ -152,17 +152,24 @@ class Plan:
             out = hand_back(out, q) if made_out else out
             lse = hand_back(lse, q) if made_lse and lse is not None else lse
             release_after_work([view for view in arrays[:5] if view is not None and view.producer not in OWN_PRODUCERS])
+        if scales is not self._plain_scales:
+            release_after_work([scale for scale in scales[1:] if isinstance(scale, ArrayView)])
         return (out, lse) if return_lse else out
 
     def _scales(self, q_scale: float | None, k_scale: Any, v_scale: Any) -> RunScales:
         sm_scale = self.options.sm_scale * (1.0 if q_scale is None else check_positive(q_scale, "q_scale"))
-        return RunScales(sm_scale, self._scale(k_scale, "k_scale"), self._scale(v_scale, "v_scale"))
+        if sm_scale > FLOAT32_MAX:
+            raise ArgumentError(f"q_scale: got {q_scale}; times sm_scale = {self.options.sm_scale} it is beyond the range of float32")
+        scales = RunScales(sm_scale, self._scale(k_scale, "k_scale"), self._scale(v_scale, "v_scale"))
+        if not isinstance(scales.k_scale, ArrayView) and sm_scale * scales.k_scale > FLOAT32_MAX:
+            raise ArgumentError(f"k_scale: got {k_scale}; times the factors of q, {sm_scale}, it is beyond the range of float32")
+        return scales
 
     def _scale(self, value: Any, argument: str) -> float | ArrayView:
         if value is None:
             return 1.0
         if not hasattr(value, "__dlpack__") or getattr(value, "ndim", 1) == 0:
-            return check_positive(value, argument) if argument == "k_scale" else check_float(value, argument)
+            return check_positive(value, argument) if argument == "k_scale" else check_float32(value, argument)
         view = per_head_scale(as_view(value, argument), argument, self.options.num_kv_heads)
         if view.device != self.device:
             raise ArgumentError(f"{argument}: lies on {view.device}, the plan is for {self.device}")
@@ -182,16 +189,19 @@ def plan_attention(request: AttentionRequest, workspaces: Workspaces, profile: D
     Raises:
         WorkspaceError: a workspace is too small or missing. Nothing was written.
         BackendUnavailable: the workspaces' GPU cannot run kernels of `profile`.
+        StateError: the stream is being captured.
     """
     device = workspaces.device
     if device.kind != "cuda" and request.options.user_variant is not None:
         raise BackendUnavailable(f"workspaces: lie on {device}; user variants are CUDA source and need a GPU")
     if device.kind == "cuda":
         own = read_profile(device.index)
+        if is_capturing(device.index):
+            raise StateError(f"plan: CuPy's current stream of {device} is being captured, and a plan cannot be part of a CUDA graph")
         if profile is not None and profile.arch != own.arch:
             raise BackendUnavailable(f"profile: {profile.name} has kernels of {profile.arch}, the workspaces lie on a GPU of {own.arch}")
         profile = own if profile is None else profile
-    draft = request.draft(workspaces.host_profile if profile is None else profile)
+    draft = request.draft(HOST_PROFILE if profile is None else profile)
     info = draft.place(*workspaces.allocators(draft))
     _check_on_device(request, device)
     if device.kind == "cpu":

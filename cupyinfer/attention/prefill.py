@@ -5,17 +5,40 @@ from __future__ import annotations
 
 from typing import Any
 
+from cupyinfer.attention.call_errors import arguments_of, checked_call, options_of
 from cupyinfer.attention.metadata import host_indices, page_table
 from cupyinfer.attention.options import AttentionOptions, make_options
 from cupyinfer.attention.plan import AttentionRequest
 from cupyinfer.attention.run_arrays import cache_views
-from cupyinfer.attention.wrapper import BatchAttentionWrapper, arguments_of, plan_values
+from cupyinfer.attention.wrapper import BatchAttentionWrapper, plan_values
 from cupyinfer.errors import UnsupportedError
 from cupyinfer.interop import as_view
 from cupyinfer.schedule.geometry import paged_prefill_geometry, ragged_prefill_geometry
 from cupyinfer.workspace import WorkspaceSize
 
 
+def _options(
+    masks: tuple[Any, Any],
+    *,
+    causal: bool = False,
+    non_blocking: bool = True,
+    use_fp16_qk_reduction: bool = False,
+    **options: Any,
+) -> AttentionOptions:
+    if use_fp16_qk_reduction:
+        raise UnsupportedError("use_fp16_qk_reduction: logits are always summed in float32 here")
+    checked = make_options(decode=False, causal=causal, **options)
+    if causal and any(mask is not None for mask in masks):
+        # As in FlashInfer, a custom mask takes the place of the causal one.
+        return make_options(decode=False, causal=False, **options)
+    return checked
+
+
+#: Options that every prefill request supplies by itself.
+_SET_BY_REQUEST = ("decode", "paged", "page_size")
+
+
+@options_of(_options, make_options, supplied=_SET_BY_REQUEST)
 def paged_prefill_request(
     qo_indptr: Any,
     paged_kv_indptr: Any,
@@ -55,6 +78,7 @@ def paged_prefill_request(
     return AttentionRequest(checked, geometry, pages, values, kv_layout)
 
 
+@options_of(_options, make_options, supplied=_SET_BY_REQUEST)
 def ragged_prefill_request(
     qo_indptr: Any,
     kv_indptr: Any,
@@ -82,23 +106,6 @@ def ragged_prefill_request(
     geometry = ragged_prefill_geometry(host_indices(qo_indptr, "qo_indptr"), host_indices(kv_indptr, "kv_indptr"))
     values = plan_values(checked, geometry, (custom_mask, packed_custom_mask), alibi_slopes, sinks)
     return AttentionRequest(checked, geometry, values=values, kv_layout=kv_layout)
-
-
-def _options(
-    masks: tuple[Any, Any],
-    *,
-    causal: bool = False,
-    non_blocking: bool = True,
-    use_fp16_qk_reduction: bool = False,
-    **options: Any,
-) -> AttentionOptions:
-    if use_fp16_qk_reduction:
-        raise UnsupportedError("use_fp16_qk_reduction: logits are always summed in float32 here")
-    checked = make_options(decode=False, causal=causal, **options)
-    if causal and any(mask is not None for mask in masks):
-        # As in FlashInfer, a custom mask takes the place of the causal one.
-        return make_options(decode=False, causal=False, **options)
-    return checked
 
 
 class BatchPrefillWithPagedKVCacheWrapper(BatchAttentionWrapper):
@@ -147,6 +154,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchAttentionWrapper):
     def _request(self, *args: Any, **options: Any) -> AttentionRequest:
         return paged_prefill_request(*args, **options, kv_layout=self._kv_layout, copy_pages=self._use_cuda_graph)
 
+    @checked_call
     def run(
         self,
         q: Any,
@@ -219,6 +227,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchAttentionWrapper):
     def _request(self, *args: Any, **options: Any) -> AttentionRequest:
         return ragged_prefill_request(*args, **options, kv_layout=self._kv_layout)
 
+    @checked_call
     def run(
         self,
         q: Any,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from cupyinfer.attention.call_errors import checked_call, options_of
 from cupyinfer.attention.decode import decode_request
 from cupyinfer.attention.options import check_kv_layout
 from cupyinfer.attention.plan import AttentionRequest, plan_attention
@@ -15,7 +16,12 @@ from cupyinfer.errors import ArgumentError
 from cupyinfer.interop import ArrayView, Device, as_view, empty_output, use_device
 from cupyinfer.schedule.profile import HOST_PROFILE, DeviceProfile
 
+#: Arguments of the request functions that a call supplies.
+_SET_BY_CALL = ("kv_layout", "q_data_type", "head_dim_vo")
 
+
+@checked_call
+@options_of(decode_request, supplied=_SET_BY_CALL)
 def single_decode_with_kv_cache(
     q: Any, k: Any, v: Any, kv_layout: str = "NHD", *, return_lse: bool = False, q_scale: float | None = None,
     k_scale: Any = None, v_scale: Any = None, kv_data_type: Any = None, **options: Any,
@@ -77,6 +83,8 @@ def _one_key(view: ArrayView, heads_first: bool) -> ArrayView:
     return view._replace(shape=shape, strides=(0, head_dim, head_dim, 1))
 
 
+@checked_call
+@options_of(ragged_prefill_request, supplied=_SET_BY_CALL)
 def single_prefill_with_kv_cache(
     q: Any, k: Any, v: Any, kv_layout: str = "NHD", *, return_lse: bool = False, q_scale: float | None = None,
     k_scale: Any = None, v_scale: Any = None, kv_data_type: Any = None, **options: Any,

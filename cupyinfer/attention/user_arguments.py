@@ -8,16 +8,14 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from cupyinfer.attention.options import check_float, check_int
+from cupyinfer.attention.options import check_float32
 from cupyinfer.errors import ArgumentError, ArgumentTypeError
 from cupyinfer.interop import ArrayView, Device, as_view
 from cupyinfer.interop.native import element_type
 from cupyinfer.jit.user_variant import UserVariant
+from cupyinfer.schedule.geometry import check_int
 
-_INT_MAX = 2**31 - 1
-_FLOAT_MAX = float(np.finfo(np.float32).max)
+_INT_MIN = -(2**31)
 
 
 class UserValues(NamedTuple):
@@ -61,14 +59,8 @@ def _layout(variant: UserVariant) -> struct.Struct:
 
 def _scalar(value: Any, name: str, kind: str) -> float | int:
     if kind == "int":
-        number = check_int(value, name, -_INT_MAX - 1)
-        if number > _INT_MAX:
-            raise ArgumentError(f"{name}: got {number}, an int parameter is at most {_INT_MAX}")
-        return number
-    real = check_float(value, name)
-    if abs(real) > _FLOAT_MAX:
-        raise ArgumentError(f"{name}: got {real}, beyond the range of float32")
-    return real
+        return check_int(value, name, _INT_MIN)
+    return check_float32(value, name)
 
 
 def _tensor(value: Any, name: str, dtype: str, device: Device) -> ArrayView:

@@ -6,12 +6,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from cupyinfer.attention.call_errors import checked_call
 from cupyinfer.attention.modules import AttentionModule, get_batch_decode_module, get_batch_prefill_module
 from cupyinfer.attention.options import with_user_variant
 from cupyinfer.attention.plan import AttentionRequest, Plan
 from cupyinfer.attention.user_arguments import user_values
 from cupyinfer.backends.device import has_gpu
-from cupyinfer.errors import ArgumentError, ArgumentTypeError, BackendUnavailable
+from cupyinfer.errors import ArgumentError, ArgumentTypeError, BackendUnavailable, UnsupportedError
 from cupyinfer.jit.user_variant import UserVariant
 from cupyinfer.schedule.profile import DeviceProfile
 from cupyinfer.workspace import WorkspaceSize
@@ -44,6 +45,7 @@ class UserAttentionModule(AttentionModule):
             raise BackendUnavailable("profile: user variants run on GPUs and there is none here; name the one to size for")
         return super().workspace_size(*args, profile=profile, **options)
 
+    @checked_call
     def run(self, plan: Plan, q: Any, *kv: Any, **options: Any) -> Any:
         """Run a plan of this module.
 
@@ -63,7 +65,8 @@ class UserAttentionModule(AttentionModule):
             raise ArgumentError(f"plan: was not made by a module of variant {None if variant is None else variant.name}")
         given = {name: value for name, value in options.items() if name not in _RUN_OPTIONS}
         plain = {name: value for name, value in options.items() if name in _RUN_OPTIONS}
-        return super().run(plan, q, *kv, **plain, user=user_values(variant, given, plan.device))
+        k, v = self._kv_views(kv)
+        return plan.run(q, k, v, **plain, user=user_values(variant, given, plan.device))
 
     def _request(self, *args: Any, **options: Any) -> AttentionRequest:
         request = super()._request(*args, **options)
@@ -76,6 +79,8 @@ def _with_variant(module: AttentionModule, variant: UserVariant) -> UserAttentio
         raise ArgumentTypeError(f"variant: got {type(variant).__name__}, expected a UserVariant")
     if module.backend == "host":
         raise BackendUnavailable(f"backend: variant {variant.name} is CUDA source, which the host backend cannot run; use 'fa2'")
+    if module.backend == "fa3":
+        raise UnsupportedError(f"backend: variant {variant.name} changes the fa2 kernel, 'fa3' has no user variants; use 'auto' or 'fa2'")
     return UserAttentionModule(module.request, module.fixed, module.paged, module.kv_layout, "fa2", variant)
 
 
@@ -102,6 +107,7 @@ def get_batch_decode_jit_module(
 
     Raises:
         BackendUnavailable: the host backend was asked for.
+        UnsupportedError: fa3 was asked for.
     """
     module = get_batch_decode_module(q_dtype, kv_dtype, head_dim_qk, head_dim_vo, kv_layout=kv_layout, backend=backend, **options)
     return _with_variant(module, variant)
@@ -131,6 +137,7 @@ def get_batch_prefill_jit_module(
 
     Raises:
         BackendUnavailable: the host backend was asked for.
+        UnsupportedError: fa3 was asked for.
     """
     module = get_batch_prefill_module(
         q_dtype, kv_dtype, head_dim_qk, head_dim_vo, paged=paged, kv_layout=kv_layout, backend=backend, **options

@@ -9,7 +9,6 @@ from cupyinfer.backends.device import current_device, has_gpu
 from cupyinfer.errors import ArgumentError, WorkspaceError
 from cupyinfer.interop import CPU_DEVICE, Device, as_view, cuda_device, cupy_array, numpy_array, require_writable
 from cupyinfer.schedule.planner import PlanDraft
-from cupyinfer.schedule.profile import HOST_PROFILE, DeviceProfile
 from cupyinfer.workspace import AlignedAllocator, WorkspaceSize, check_alignment
 from cupyinfer.workspace.allocator import buffer_address
 
@@ -42,15 +41,12 @@ class Workspaces:
         self.int_bytes, int_device = _bytes_of(int_buffer, _INT_NAME)
         if float_device is not None and int_device is not None and float_device != int_device:
             raise ArgumentError(f"int_workspace_buffer: lies on {int_device}, float_workspace_buffer on {float_device}")
+        if int_device is not None and float_device is not None and _overlap(self.float_bytes, self.int_bytes):
+            raise WorkspaceError(f"{_INT_NAME}: shares memory with {_FLOAT_NAME}; partial results would overwrite the plan")
         self.device: Device = int_device or float_device or _default_device(backend)
         kind = {"fa2": "cuda", "fa3": "cuda", "host": "cpu"}.get(backend, self.device.kind)
         if self.device.kind != kind:
             raise WorkspaceError(f"workspace buffers: lie on {self.device}, backend {backend!r} needs them on {kind}")
-
-    @property
-    def host_profile(self) -> DeviceProfile:
-        """What the host backend plans for."""
-        return HOST_PROFILE
 
     @property
     def float_address(self) -> int:
@@ -78,9 +74,15 @@ class Workspaces:
                 raise WorkspaceError(f"{name}: was not given, this plan needs {needed} bytes (workspace_size tells beforehand)")
 
 
+def _overlap(first: Any, second: Any) -> bool:
+    begins = buffer_address(first), buffer_address(second)
+    return bool(first.nbytes and second.nbytes and begins[0] < begins[1] + second.nbytes and begins[1] < begins[0] + first.nbytes)
+
+
 def _default_device(backend: str) -> Device:
     if backend in ("fa2", "fa3") or (backend == "auto" and has_gpu()):
-        return cuda_device(current_device())
+        # Without a GPU a wrapper can still size for a named one; planning says what is missing.
+        return cuda_device(current_device() if has_gpu() else 0)
     return CPU_DEVICE
 
 

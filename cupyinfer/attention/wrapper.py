@@ -3,61 +3,20 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
-import re
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, TypeVar, cast
+from typing import Any
 
 from cupyinfer.attention.metadata import PlanValues, alibi_slopes
 from cupyinfer.attention.options import AttentionOptions, check_kv_layout
 from cupyinfer.attention.plan import AttentionRequest, Plan, plan_attention
 from cupyinfer.attention.workspaces import Workspaces, check_backend
 from cupyinfer.backends.device import current_device, read_profile
-from cupyinfer.errors import ArgumentError, ArgumentTypeError, CupyInferError, StateError
+from cupyinfer.errors import ArgumentError, StateError
 from cupyinfer.schedule.capacity import BatchLimits
-from cupyinfer.schedule.geometry import BatchGeometry
+from cupyinfer.schedule.geometry import BatchGeometry, check_int
 from cupyinfer.schedule.plan_info import PlanInfo
 from cupyinfer.schedule.profile import HOST_PROFILE, DeviceProfile, named_profile
 from cupyinfer.workspace import WorkspaceSize
-
-_Method = TypeVar("_Method", bound=Callable[..., Any])
-#: Arguments of the request functions that a wrapper supplies.
-_SUPPLIED = ("kv_layout", "copy_pages")
-
-
-_UNKNOWN_ARGUMENT = re.compile(r"(?:unexpected keyword argument|multiple values for (?:keyword )?argument) '(\w+)'")
-_MISSING_ARGUMENT = re.compile(r"missing \d+ required positional arguments?: (.*)")
-
-
-def arguments_of(request: Callable[..., Any]) -> Callable[[_Method], _Method]:
-    """Give a method that passes its arguments on to `request` that function's signature, and errors that speak of the method.
-
-    The decorated method raises ArgumentTypeError for an argument that `request` does not take, and for a missing one.
-    """
-
-    def decorate(method: _Method) -> _Method:
-        @functools.wraps(method)
-        def checked(self: BatchAttentionWrapper, *args: Any, **options: Any) -> Any:
-            try:
-                return method(self, *args, **options)
-            except TypeError as error:
-                if isinstance(error, CupyInferError):
-                    raise
-                where = f"{type(self).__name__}.{method.__name__}"
-                if unknown := _UNKNOWN_ARGUMENT.search(str(error)):
-                    raise ArgumentTypeError(f"{unknown[1]}: {where} takes no such argument, or took it already") from None
-                if missing := _MISSING_ARGUMENT.search(str(error)):
-                    raise ArgumentTypeError(f"{where}: missing {missing[1]}") from None
-                raise
-
-        own = inspect.signature(method)
-        taken = [parameter for name, parameter in inspect.signature(request).parameters.items() if name not in _SUPPLIED]
-        checked.__signature__ = own.replace(parameters=[own.parameters["self"], *taken])  # type: ignore[attr-defined]
-        return cast("_Method", checked)
-
-    return decorate
 
 
 def plan_values(options: AttentionOptions, geometry: BatchGeometry, masks: tuple[Any, Any], slopes: Any, sinks: Any) -> PlanValues:
@@ -114,7 +73,13 @@ class BatchAttentionWrapper:
         self._backend = check_backend(backend)
         self._profile = None if profile is None else named_profile(profile)
         self._use_cuda_graph = bool(use_cuda_graph)
-        self._capacity = (max_batch_size, max_num_qo_tokens, max_num_pages, max_kv_len)
+        capacity = {
+            "max_batch_size": max_batch_size,
+            "max_num_qo_tokens": max_num_qo_tokens,
+            "max_num_pages": max_num_pages,
+            "max_kv_len": max_kv_len,
+        }
+        self._capacity = tuple(None if value is None else check_int(value, name, 0) for name, value in capacity.items())
         self._graph: tuple[BatchLimits, int, AttentionOptions] | None = None
         self._plan: Plan | None = None
         self.reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)

@@ -18,6 +18,9 @@ def has_gpu() -> bool:
     return bool(cupy.cuda.is_available())
 
 
+_NO_GPU = "no CUDA GPU is visible through CuPy; name one to size for with profile=, such as 'h200'"
+
+
 @lru_cache(maxsize=64)
 def read_profile(device_id: int) -> DeviceProfile:
     """The profile of a GPU of this machine.
@@ -26,7 +29,7 @@ def read_profile(device_id: int) -> DeviceProfile:
         BackendUnavailable: no CuPy, or no such device.
     """
     if not has_gpu():
-        raise BackendUnavailable("no CUDA GPU is visible through CuPy; name one to plan for with profile=, such as 'h200'")
+        raise BackendUnavailable(_NO_GPU)
     from cupy.cuda import runtime
 
     if not 0 <= device_id < runtime.getDeviceCount():
@@ -42,7 +45,13 @@ def read_profile(device_id: int) -> DeviceProfile:
 
 
 def current_device() -> int:
-    """Index of CuPy's current device."""
+    """Index of CuPy's current device.
+
+    Raises:
+        BackendUnavailable: no CuPy, or no GPU.
+    """
+    if not has_gpu():
+        raise BackendUnavailable(_NO_GPU)
     from cupy.cuda import runtime
 
     return int(runtime.getDevice())

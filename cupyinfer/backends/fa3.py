@@ -38,6 +38,8 @@ class Fa3Launcher(Fa2Launcher):
     def __init__(self, kernel: Fa3Kernel, fields: dict[str, int], num_ctas: int, held: object) -> None:
         super().__init__(kernel, fields, num_ctas, held)
         self._maps = kernel
+        # In the workspace, so it is a device address of 16-byte alignment whatever a run's arrays are.
+        self._some_address = fields["cta_work"]
         # What the record holds maps of.
         self._mapped: tuple[Any, ...] = ()
 
@@ -49,7 +51,7 @@ class Fa3Launcher(Fa2Launcher):
         box_rows = self._maps.box_rows
         for offset, view, steps in ((_K_OFFSET, k, strides[2:5]), (_V_OFFSET, v, strides[5:8])):
             # A cache without elements is never read, but its map must be a map.
-            address, shape = (view.ptr, self._shape(view, steps)) if prod(view.shape) else (arrays.o.ptr, _NOTHING)
+            address, shape = (view.ptr, self._shape(view, steps)) if prod(view.shape) else (self._some_address, _NOTHING)
             self._bytes[offset : offset + MAP_BYTES] = cache_map(address, shape, box_rows, self._maps.dtype)
         _BOXES.pack_into(self._bytes, _BOXES_OFFSET, box_rows, k.shape[0])
         self._mapped = mapped

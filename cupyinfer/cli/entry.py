@@ -58,6 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except CupyInferError as error:
         report_error(str(error))
         return 2
+    except OverflowError as error:  # of NumPy, for a number on the command line that 64 bits cannot hold
+        report_error(f"a number is too large: {error}")
+        return 2
     except MemoryError as error:  # of NumPy, or of CuPy for GPU memory
         report_error(f"out of memory: {error}; a smaller cache, chunk or batch needs less")
         return 2

@@ -14,8 +14,9 @@ import cupyinfer
 from cupyinfer.backends.device import has_gpu, read_profile
 from cupyinfer.cli.output import Report, count, format_bytes
 from cupyinfer.errors import CupyInferError
-from cupyinfer.jit.cache import cache_directory
+from cupyinfer.jit.cache import cache_directory, write_problem
 from cupyinfer.jit.compiler import nvrtc_version
+from cupyinfer.schedule.tiles import FA3_ARCH
 
 _DESCRIPTION = """\
 Show what this machine can do: versions, GPUs, the kernel cache, and for each backend whether it can run and why not.
@@ -46,7 +47,8 @@ def run(args: argparse.Namespace) -> Report:
     nvrtc, nvrtc_problem = _nvrtc()
     versions["nvrtc"] = nvrtc
     gpus = _gpus()
-    backends = {"host": None, "fa2": _fa2_problem(versions["cupy"], nvrtc_problem, gpus)}
+    fa2_problem = _fa2_problem(versions["cupy"], nvrtc_problem, gpus)
+    backends = {"host": None, "fa2": fa2_problem, "fa3": fa2_problem or _fa3_problem(gpus)}
     cache = _cache()
     data = {
         "versions": versions,
@@ -61,7 +63,8 @@ def run(args: argparse.Namespace) -> Report:
     lines += [f"  {idx}: {gpu['name']}, {gpu.get('num_sms', '?')} SMs, {gpu['arch']}" for idx, gpu in enumerate(gpus)] or ["  none visible"]
     lines += [f"  driver {data['driver']}"] if data["driver"] else []
     kernels = f"{count(cache['kernels'], 'kernel')}, {format_bytes(cache['bytes'])}"
-    lines += ["kernel cache", f"  {cache['directory'] or 'in memory only: there is no home directory'}", f"  {kernels}"]
+    lines += ["kernel cache", *([f"  {cache['directory']}"] if cache["directory"] else []), f"  {kernels}"]
+    lines += [f"  new kernels are not kept: {cache['problem']}"] if cache["problem"] else []
     lines += ["backends"]
     lines += [f"  {name:10} {'usable' if problem is None else f'not usable: {problem}'}" for name, problem in backends.items()]
     return Report(data, "\n".join(lines))
@@ -130,7 +133,17 @@ def _fa2_problem(cupy: str | None, nvrtc_problem: str | None, gpus: list[dict[st
     return None if None in problems else str(problems[0])
 
 
+def _fa3_problem(gpus: list[dict[str, Any]]) -> str | None:
+    archs = [gpu["arch"] for gpu in gpus]
+    return None if FA3_ARCH in archs else f"prefill on {FA3_ARCH} only, here is {', '.join(sorted({str(arch) for arch in archs}))}"
+
+
 def _cache() -> dict[str, Any]:
     directory = cache_directory()
     cubins = [] if directory is None else [path.stat().st_size for path in directory.glob("*.cubin")]
-    return {"directory": None if directory is None else str(directory), "kernels": len(cubins), "bytes": sum(cubins)}
+    return {
+        "directory": None if directory is None else str(directory),
+        "kernels": len(cubins),
+        "bytes": sum(cubins),
+        "problem": write_problem(directory),
+    }

@@ -200,13 +200,23 @@ def _view_dlpack(array: Any, argument: str) -> ArrayView:
             raise BufferError(f"it lies on DLPack device type {device_type}, supported are CPU, CUDA, CUDA host and CUDA managed")
     except ImportError as error:
         raise ArgumentTypeError(f"{argument}: got a GPU array of {producer}, which needs CuPy, and CuPy is not installed") from error
+    except MemoryError:
+        raise
     except Exception as error:
+        if _is_cuda_error(error):
+            raise
         kind = type(array)
         raise ArgumentTypeError(
             f"{argument}: {kind.__module__}.{kind.__qualname__} cannot be taken in through DLPack without a copy: {error}"
         ) from error
     writable = not (tensor.read_only or tensor.is_copied or _is_jax_array(array))
     return ArrayView(tensor.ptr, tensor.shape, tensor.strides, tensor.dtype, _device_of(tensor), tensor, writable, producer)
+
+
+def _is_cuda_error(error: Exception) -> bool:
+    """Whether CUDA failed, which says nothing about the array."""
+    cupy = sys.modules.get("cupy")
+    return cupy is not None and isinstance(error, (cupy.cuda.runtime.CUDARuntimeError, cupy.cuda.driver.CUDADriverError))
 
 
 def _is_jax_array(array: Any) -> bool:

@@ -14,12 +14,12 @@ from multiprocessing import get_context
 
 from cupyinfer.dtypes import HALF_TYPES
 from cupyinfer.errors import ArgumentError, CupyInferError
-from cupyinfer.jit.cache import CubinCache, default_cache
+from cupyinfer.jit.cache import CubinCache, default_cache, write_problem
 from cupyinfer.jit.compiler import CompiledKernel, CompileReport, compile_cubin
 from cupyinfer.jit.source import KernelSource, kernel_source
 from cupyinfer.jit.variant import HELPER_KERNELS, AttentionVariant, HelperVariant, KernelVariant
 from cupyinfer.schedule.profile import profile_for_arch
-from cupyinfer.schedule.tiles import CTA_TILE_Q, max_tile_q
+from cupyinfer.schedule.tiles import CTA_TILE_Q, FA3_TILES, max_tile_q
 
 _STANDARD_HEAD_DIMS = (64, 128, 256)
 
@@ -35,6 +35,7 @@ class CompileOutcome:
         seconds: time its compile took.
         report: what ptxas said; None when it failed.
         error: why it failed, or None.
+        not_kept: why a kernel that was compiled now is not in the cache's directory, or None.
     """
 
     variant: KernelVariant
@@ -43,6 +44,7 @@ class CompileOutcome:
     seconds: float
     report: CompileReport | None
     error: str | None
+    not_kept: str | None = None
 
 
 #: Called after each kernel with its outcome, how many are done, and how many there are.
@@ -50,13 +52,21 @@ ProgressCallback = Callable[[CompileOutcome, int, int], None]
 
 
 def standard_variants() -> tuple[KernelVariant, ...]:
-    """The kernels that plain batches need: 16-bit caches, common head dims, all query tiles, paged and ragged, and the helpers."""
+    """The kernels that plain batches need on every arch: 16-bit caches, common head dims, all query tiles, paged and ragged; helpers."""
     attention = tuple(
         AttentionVariant(dtype, dtype, head_dim, head_dim, cta_tile_q, paged)
         for dtype, head_dim, cta_tile_q, paged in itertools.product(HALF_TYPES, _STANDARD_HEAD_DIMS, CTA_TILE_Q, (True, False))
         if cta_tile_q <= max_tile_q(head_dim)
     )
     return (*attention, *(HelperVariant(kernel) for kernel in HELPER_KERNELS))
+
+
+def fa3_variants() -> tuple[AttentionVariant, ...]:
+    """The Hopper kernels that plain prefill needs, paged and ragged; they exist for `cupyinfer.schedule.tiles.FA3_ARCH` alone."""
+    return tuple(
+        AttentionVariant(dtype, dtype, head_dim_qk, head_dim_vo, cta_tile_q, paged, backend="fa3")
+        for dtype, ((head_dim_qk, head_dim_vo), (cta_tile_q, _)), paged in itertools.product(HALF_TYPES, FA3_TILES.items(), (True, False))
+    )
 
 
 def compile_variants(
@@ -92,9 +102,11 @@ def compile_variants(
     jobs = [(variant, profile) for profile, variant in itertools.product(profiles, list(variants))]
     outcomes: dict[int, CompileOutcome] = {}
 
-    def finish(job: int, compiled: bool, seconds: float, report: CompileReport | None, error: str | None) -> None:
+    def finish(
+        job: int, compiled: bool, seconds: float, report: CompileReport | None, error: str | None, not_kept: str | None = None
+    ) -> None:
         variant, profile = jobs[job]
-        outcomes[job] = CompileOutcome(variant, profile.arch, compiled, seconds, report, error)
+        outcomes[job] = CompileOutcome(variant, profile.arch, compiled, seconds, report, error, not_kept)
         if on_progress is not None:
             on_progress(outcomes[job], len(outcomes), len(jobs))
 
@@ -115,7 +127,7 @@ def compile_variants(
     for job, seconds, result in _compile_all(tasks, workers or _usable_cpus()):
         if isinstance(result, CompiledKernel):
             cache.store(missing[job], jobs[job][1].arch, result)
-            finish(job, True, seconds, result.report, None)
+            finish(job, True, seconds, result.report, None, cache.disk_error if cache.directory else write_problem(None))
         else:
             finish(job, False, seconds, None, result)
     return [outcomes[job] for job in range(len(jobs))]

@@ -53,6 +53,17 @@ def cache_directory() -> Path | None:
         return None
 
 
+def write_problem(directory: Path | None) -> str | None:
+    """Why kernels cannot be kept in `directory`, as far as it can be seen without writing; None when they can."""
+    if directory is None:
+        return "in memory only: there is no home directory"
+    # What is not there yet is created below the first parent that is.
+    existing = next(path for path in (directory, *directory.parents) if os.path.exists(path))
+    if not os.path.isdir(existing):
+        return f"{existing} is not a directory"
+    return None if os.access(existing, os.W_OK | os.X_OK) else f"{existing} cannot be written"
+
+
 def cache_key(source: KernelSource, arch: str, options: tuple[str, ...] = DEFAULT_OPTIONS) -> str:
     """Hex SHA-256 of everything the cubin depends on. Holds no path, so it is the same in every checkout.
 
@@ -171,7 +182,7 @@ def _digest(data: bytes) -> str:
 
 def _remove_abandoned(directory: Path) -> None:
     for temporary in directory.glob(".*.tmp"):
-        with contextlib.suppress(FileNotFoundError):  # another process may remove it too
+        with contextlib.suppress(OSError):  # another process may remove it first, and another user's is theirs to remove
             if time.time() - temporary.stat().st_mtime > _ABANDONED_SECONDS:
                 temporary.unlink()
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cubin to a kernel loaded on one device, and its launch: the only calls of the CUDA driver."""
+"""Cubin to a kernel loaded on one device, and its launch through CuPy's driver calls."""
 
 from __future__ import annotations
 

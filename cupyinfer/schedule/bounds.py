@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from cupyinfer.dtypes import FP8_TYPES, HALF_TYPES, canonical_dtype, itemsize
 from cupyinfer.errors import ArgumentError, ArgumentTypeError
 from cupyinfer.schedule.capacity import BatchLimits
+from cupyinfer.schedule.geometry import check_int
 from cupyinfer.schedule.planner import PlanShape, bound
 from cupyinfer.schedule.profile import DeviceProfile, named_profile
 from cupyinfer.workspace import WorkspaceSize
@@ -52,6 +53,28 @@ class WorkspaceLimits:
     value_bytes: int | None = None
 
 
+#: Least value of every integer among the limits.
+_LEAST = {
+    "max_batch_size": 0,
+    "num_qo_heads": 1,
+    "num_kv_heads": 1,
+    "head_dim": 1,
+    "head_dim_vo": 1,
+    "max_num_qo_tokens": 0,
+    "max_num_pages": 0,
+    "page_size": 1,
+    "max_kv_len": 0,
+    "value_bytes": 0,
+}
+
+
+def _check_integers(limits: WorkspaceLimits) -> None:
+    for field in fields(limits):
+        value = getattr(limits, field.name)
+        if field.name in _LEAST and not (value is None and field.default is None):
+            check_int(value, field.name, _LEAST[field.name])
+
+
 def workspace_bound(limits: WorkspaceLimits, profile: str | DeviceProfile) -> WorkspaceSize:
     """Bytes of each workspace that suffice for every batch within `limits`, with and without CUDA graphs.
 
@@ -72,6 +95,7 @@ def workspace_bound(limits: WorkspaceLimits, profile: str | DeviceProfile) -> Wo
         raise ArgumentTypeError(f"limits: got {type(limits).__name__}, expected WorkspaceLimits")
     if limits.kind not in ("decode", "prefill"):
         raise ArgumentError(f"kind: got {limits.kind!r}, expected 'decode' or 'prefill'")
+    _check_integers(limits)
     decode = limits.kind == "decode"
     tokens = limits.max_batch_size if decode else limits.max_num_qo_tokens
     if tokens is None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cupyinfer.errors import ArgumentError
+from cupyinfer.schedule.geometry import check_int
 from cupyinfer.schedule.layout import RegionCounts
 from cupyinfer.schedule.schedule import SplitPolicy, partial_row_budget
 from cupyinfer.schedule.tiles import TileConfig
@@ -26,10 +27,10 @@ class BatchLimits:
     max_kv_len: int | None = None
 
     def __post_init__(self) -> None:
-        if self.max_batch_size < 0 or self.max_num_qo_tokens < 0:
-            raise ArgumentError(
-                f"limits: got {self.max_batch_size} requests and {self.max_num_qo_tokens} query tokens, neither can be negative"
-            )
+        for name in ("max_batch_size", "max_num_qo_tokens", "max_kv_len"):
+            value = getattr(self, name)
+            if value is not None or name != "max_kv_len":
+                check_int(value, name, 0)
 
 
 def capacity_counts(

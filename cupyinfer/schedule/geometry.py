@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import numbers
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -52,6 +53,18 @@ def _ones(count: int) -> Ints:
     ones = np.ones(count, np.int64)
     ones.flags.writeable = False
     return ones
+
+
+def check_int(value: Any, argument: str, low: int) -> int:
+    """An integer of at least `low` that 32 bits hold; raise ArgumentTypeError or ArgumentError otherwise."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise ArgumentTypeError(f"{argument}: got {value!r}, expected an int")
+    number = int(value)
+    if number < low:
+        raise ArgumentError(f"{argument}: got {number}, must be at least {low}")
+    if number > _INT32_MAX:
+        raise ArgumentError(f"{argument}: got {number}, must be at most {_INT32_MAX}")
+    return number
 
 
 def check_heads(num_qo_heads: int, num_kv_heads: int) -> int:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A plan as a value: everything a launch needs besides arrays, and its fixed int64 vector form."""
+"""A plan as a value: the counts, offsets and sizes of a schedule, and its fixed int64 vector form."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ VECTOR_VERSION = 1
 
 @dataclass(frozen=True)
 class PlanInfo:
-    """What `plan` decided, as integers.
+    """What `plan` decided, as integers. Which kernels serve it, and the options they get, are not part of it.
 
     The vector form of a plan is ``[VECTOR_VERSION, KIND, field, field, ...]`` in the order of the fields below.
 

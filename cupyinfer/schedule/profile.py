@@ -38,6 +38,8 @@ class DeviceProfile:
 
 _KB = 1024
 _MB = 1024 * _KB
+# As NVIDIA publishes them for one GPU of each arch, which others of it exceed: an H200 reports 60 MiB through its properties. The figure
+# only enters a heuristic, the order of prefill tiles.
 _L2_BYTES = {"sm_80": 40 * _MB, "sm_86": 6 * _MB, "sm_89": 48 * _MB, "sm_90a": 50 * _MB, "sm_100": 126 * _MB, "sm_120": 96 * _MB}
 #: Shared memory by arch: (per SM, per CTA) bytes, from the CUDA programming guide's table of compute capabilities.
 _SHARED_MEMORY = {
@@ -48,6 +50,8 @@ _SHARED_MEMORY = {
     "sm_100": (228 * _KB, 227 * _KB),
     "sm_120": (100 * _KB, 99 * _KB),
 }
+#: The arch of each compute capability below 12.0.
+_ARCH_OF = {(8, 0): "sm_80", (8, 6): "sm_86", (8, 7): "sm_80", (8, 9): "sm_89", (9, 0): "sm_90a", (10, 0): "sm_100", (10, 3): "sm_100"}
 #: Every arch the kernels are built for.
 ARCHS = tuple(_SHARED_MEMORY)
 
@@ -113,11 +117,11 @@ def arch_for_capability(major: int, minor: int) -> str:
     """The arch whose kernels run on a GPU of that compute capability.
 
     Raises:
-        ArgumentError: older than 8.0.
+        ArgumentError: no kernels are built for it.
     """
-    exact = {(8, 0): "sm_80", (8, 6): "sm_86", (8, 7): "sm_80", (8, 9): "sm_89", (9, 0): "sm_90a", (10, 0): "sm_100", (10, 3): "sm_100"}
-    if (major, minor) in exact:
-        return exact[major, minor]
+    if (major, minor) in _ARCH_OF:
+        return _ARCH_OF[major, minor]
     if major >= 12:
         return "sm_120"
-    raise ArgumentError(f"compute capability {major}.{minor}: cupyinfer needs 8.0 or newer")
+    supported = ", ".join(f"{one}.{other}" for one, other in _ARCH_OF)
+    raise ArgumentError(f"compute capability {major}.{minor}: no kernels are built for it; supported are {supported}, and 12.0 or newer")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tile shapes of the fa2 kernels: one pure function of what a kernel must hold and what an SM has."""
+"""Tile shapes of the fa2 and fa3 kernels: one pure function of what a kernel must hold and what an SM has."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ _FA3_STAGES = 2
 
 @dataclass(frozen=True)
 class TileConfig:
-    """Shape of one fa2 kernel.
+    """Shape of one fa2 or fa3 kernel.
 
     Attributes:
         cta_tile_q: packed query rows per CTA.
         kv_tile: keys per iteration of the schedule.
         num_warps: warps per CTA.
-        num_stages: slots of the K/V ring in shared memory: whole tiles for 64 and 128 rows, half-blocks of a warp for 16.
+        num_stages: slots of the K/V ring in shared memory: whole tiles for 64 and 128 rows (fa3 too), half-blocks of a warp for 16.
         smem_bytes: dynamic shared memory per CTA.
         ctas_per_sm: CTAs of this kernel one SM holds.
         join_slots: segments of a 16-row kernel on their way out at a time.

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,11 @@ import pytest
 import cupyinfer.backends.host_launcher as host_launcher
 import cupyinfer.cli.replay.session as session
 from cupyinfer import BatchDecodeWithPagedKVCacheWrapper, WorkspaceSize
+from cupyinfer.cli.arguments import ModelShape
+from cupyinfer.cli.replay import command
 from cupyinfer.cli.replay.check import low_precision, oracle
 from cupyinfer.cli.replay.trace import read_trace
+from cupyinfer.schedule.profile import named_profile
 from tests.cli.conftest import Cli
 from tests.data.make_small_trace import TRACE
 from tests.support.oracle import AttentionOptions, attention_oracle
@@ -122,6 +126,24 @@ def test_a_size_that_is_not_exact_is_found(cli: Cli, monkeypatch: pytest.MonkeyP
     done = cli("replay", TRACE, *SMALL)
     assert done.code == 1
     assert "workspace_size said" in done.out and "was made in" in done.out
+
+
+@pytest.mark.parametrize(
+    ("backend", "profile", "changed", "expected"),
+    [
+        ("auto", "h200", {}, {"fa3_q128_bfloat16_d128_paged"}),
+        ("auto", "h200", {"head_dim": 256}, {"fa3_q128_bfloat16_d256_paged"}),
+        ("auto", "h200", {"page_size": 5}, set()),
+        ("auto", "l40s", {}, set()),
+        ("fa2", "h200", {}, set()),
+    ],
+)
+def test_a_warm_start_has_fa3_where_auto_takes_it(backend: str, profile: str, changed: dict[str, Any], expected: set[str]) -> None:
+    memory: Any = SimpleNamespace(backend=backend, profile=named_profile(profile))
+    shape = ModelShape(**{"num_qo_heads": 32, "num_kv_heads": 8, "head_dim": 128, "dtype": "bfloat16", "page_size": 16, **changed})
+    names = {str(variant) for variant in command._kernels(shape, memory)}
+    assert {name for name in names if "fa3" in name} == expected
+    assert f"fa2_q64_bfloat16_d{shape.head_dim}_paged" in names
 
 
 def test_the_oracle_agrees_with_the_test_suite_s() -> None:

@@ -259,3 +259,30 @@ def test_torch_tensors_with_gradients_are_refused_by_name() -> None:
     torch = pytest.importorskip("torch")
     with pytest.raises(ArgumentTypeError, match=r"^q: torch.Tensor .*detach"):
         as_view(torch.zeros(3, requires_grad=True), "q")
+
+
+class _Failing(FakeProducer):
+    """Fails while it exports."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(np.zeros(4, np.float32), FLOAT)
+        self.error = error
+
+    def __dlpack__(self, **request: Any) -> Any:
+        raise self.error
+
+
+def test_lack_of_memory_is_no_fault_of_the_array() -> None:
+    errors: list[Exception] = [MemoryError("no memory")]
+    try:
+        import cupy
+    except ImportError:
+        pass
+    else:
+        errors.append(cupy.cuda.runtime.CUDARuntimeError(2))
+    for error in errors:
+        with pytest.raises(type(error)) as caught:
+            as_view(_Failing(error), "q")
+        assert caught.value is error
+    with pytest.raises(ArgumentTypeError, match=r"^q: .*cannot be taken in through DLPack without a copy: strange"):
+        as_view(_Failing(RuntimeError("strange")), "q")

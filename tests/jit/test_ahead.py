@@ -10,7 +10,7 @@ import pytest
 
 from cupyinfer.errors import ArgumentError
 from cupyinfer.jit import source
-from cupyinfer.jit.ahead import CompileOutcome, compile_variants, standard_variants
+from cupyinfer.jit.ahead import CompileOutcome, compile_variants, fa3_variants, standard_variants
 from cupyinfer.jit.cache import CacheCounters, CubinCache
 from cupyinfer.jit.variant import HELPER_KERNELS, AttentionVariant, HelperVariant
 from cupyinfer.schedule.profile import ARCHS, profile_for_arch
@@ -28,6 +28,16 @@ def test_the_catalogue() -> None:
     assert len(set(names)) == len(names)
     assert {"fa2_q16_bfloat16_d128_paged", "fa2_q128_float16_d64_ragged", "fa2_q64_bfloat16_d256_paged", "merge_states"} <= set(names)
     assert not any("q128" in name and "d256" in name for name in names)
+
+
+def test_the_hopper_catalogue() -> None:
+    names = [str(variant) for variant in fa3_variants()]
+    assert sorted(names) == sorted(
+        f"fa3_q128_{dtype}_d{width}_{kind}"
+        for dtype in ("float16", "bfloat16")
+        for width in ("64", "128", "192x128", "256")
+        for kind in ("paged", "ragged")
+    )
 
 
 @pytest.mark.parametrize("arch", ARCHS)

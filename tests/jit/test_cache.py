@@ -151,6 +151,24 @@ def test_only_old_temporary_files_are_removed(fresh_cache: Path) -> None:
     assert in_use.exists()
 
 
+def test_another_user_s_abandoned_file_stops_no_write(fresh_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fresh_cache.mkdir()
+    abandoned = fresh_cache / ".abandoned.tmp"
+    abandoned.write_bytes(b"")
+    os.utime(abandoned, (1, 1))
+    unlink = Path.unlink
+
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        if path == abandoned:
+            raise PermissionError(f"not yours: {path}")
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    cache = CubinCache(fresh_cache)
+    cache.get(SOURCE, ARCH)
+    assert cache.disk_error is None and entry_of(cache).exists() and abandoned.exists()
+
+
 def test_threads_share_one_compile(fresh_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # The compile is held until every thread has asked, so each of them could have started its own.
     asked = threading.Barrier(8)

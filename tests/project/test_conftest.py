@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.conftest import CACHE_VARIABLE
 from tests.project.tree import ROOT
 
@@ -23,10 +25,27 @@ def test_host(): pytest.skip("a reason of its own")
 """
 
 
-def run_pytest(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run TESTS under the project's conftest and settings in a process where CUDA sees no device."""
+REFUSALS = """
+import pytest
+from cupyinfer.errors import ArgumentError, UnsupportedError
+
+REFUSAL = "backend: fa3 has no custom masks; take 'auto' or 'fa2'"
+
+@pytest.mark.parametrize("backend", ["fa3", "fa2"])
+def test_refused(backend): raise UnsupportedError(REFUSAL)
+
+@pytest.mark.parametrize("backend", ["fa3"])
+@pytest.mark.parametrize("error", [UnsupportedError("head_dim: got 80"), NotImplementedError(REFUSAL), ArgumentError(REFUSAL)])
+def test_no_refusal(backend, error): raise error
+
+def test_elsewhere(): raise UnsupportedError(REFUSAL)
+"""
+
+
+def run_pytest(tmp_path: Path, *arguments: str, tests: str = TESTS) -> subprocess.CompletedProcess[str]:
+    """Run `tests` under the project's conftest and settings in a process where CUDA sees no device."""
     (tmp_path / "conftest.py").write_bytes((ROOT / "tests" / "conftest.py").read_bytes())
-    (tmp_path / "test_sample.py").write_text(TESTS)
+    (tmp_path / "test_sample.py").write_text(tests)
     command = [sys.executable, "-m", "pytest", "-c", str(ROOT / "pyproject.toml"), "--rootdir", str(tmp_path), "-p", "no:cacheprovider"]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     environment.pop("PYTEST_ADDOPTS", None)
@@ -39,6 +58,15 @@ def test_skips_are_counted_by_reason(tmp_path: Path) -> None:
     assert "3 GPU tests not run: no CUDA GPU here (pytest -m gpu selects them)" in done.stdout
     assert "1 tests skipped: a reason of its own" in done.stdout
     assert "1 passed, 4 skipped" in done.stdout
+
+
+@pytest.mark.parametrize("workers", [(), ("-n", "1")], ids=["one-process", "xdist"])
+def test_a_refusal_of_fa3_is_a_counted_skip(tmp_path: Path, workers: tuple[str, ...]) -> None:
+    """Only that one error, and only of a test on fa3."""
+    done = run_pytest(tmp_path, *workers, tests=REFUSALS)
+    assert done.returncode == 1
+    assert "1 tests skipped: backend: fa3 has no custom masks; take 'auto' or 'fa2'" in done.stdout
+    assert "5 failed, 1 skipped" in done.stdout
 
 
 def test_require_gpu_fails_without_one(tmp_path: Path) -> None:

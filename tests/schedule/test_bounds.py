@@ -186,7 +186,7 @@ LIMITS = WorkspaceLimits("prefill", 8, 32, 8, 128, max_num_qo_tokens=100)
             ArgumentError,
             "^fixed_split_size: got 4 together with disable",
         ),
-        ({"max_batch_size": -1}, ArgumentError, "^limits: got -1 requests"),
+        ({"max_batch_size": -1}, ArgumentError, "^max_batch_size: got -1, must be at least 0$"),
         ({"num_qo_heads": 30}, ArgumentError, "^num_qo_heads: got 30"),
         ({"head_dim": 80}, UnsupportedError, "^head_dim: got 80"),
         ({"kv_data_type": "float32"}, ArgumentTypeError, "^kv_data_type: got 'float32'"),

@@ -70,7 +70,9 @@ def test_archs(capability: tuple[int, int], arch: str) -> None:
 
 
 def test_unknown_archs() -> None:
-    with pytest.raises(ArgumentError, match=r"^compute capability 7\.5: cupyinfer needs 8\.0 or newer$"):
-        arch_for_capability(7, 5)
+    for capability in ((7, 5), (11, 0)):
+        name = r"\.".join(map(str, capability))
+        with pytest.raises(ArgumentError, match=rf"^compute capability {name}: no kernels .* 8\.0, .*10\.3, and 12\.0 or newer$"):
+            arch_for_capability(*capability)
     with pytest.raises(ArgumentError, match=r"^arch: got 'sm_70', expected one of sm_80"):
         profile_for_arch("sm_70")

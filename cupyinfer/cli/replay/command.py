@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from cupyinfer.attention.backend_choice import fa3_problem
 from cupyinfer.backends.device import has_gpu
 from cupyinfer.cli.arguments import REAL_MODEL, ModelShape, add_model_arguments, at_least, model_shape
 from cupyinfer.cli.output import Report, progress
@@ -20,7 +21,7 @@ from cupyinfer.cli.replay.trace import fit_trace, read_trace
 from cupyinfer.errors import BackendUnavailable, CompileError
 from cupyinfer.jit.ahead import compile_variants
 from cupyinfer.jit.variant import HelperVariant, KernelVariant
-from cupyinfer.schedule.tiles import CTA_TILE_Q, max_tile_q
+from cupyinfer.schedule.tiles import CTA_TILE_Q, fa3_tile_config, max_tile_q
 
 _DESCRIPTION = """\
 Serve the requests of a trace: continuous batching with chunked prefill over a paged KV cache. Every step appends its keys and
@@ -139,14 +140,22 @@ def _memory(backend: str) -> Memory:
     return GpuMemory(backend)
 
 
-def _compile(shape: ModelShape, memory: Memory) -> None:
-    """Have the kernels of this replay in the cache, so that plan times are those of a warm start."""
+def _kernels(shape: ModelShape, memory: Memory) -> set[KernelVariant]:
+    """The kernels that plans of this replay may take."""
     decode, prefill = shape.options(decode=True), shape.options(decode=False, causal=True)
     variants: set[KernelVariant] = {
         decode.variant(16 if shape.num_qo_heads // shape.num_kv_heads <= 16 else 64, False),
         HelperVariant("append_paged_kv_cache"),
     }
     variants |= {prefill.variant(tile_q, False) for tile_q in CTA_TILE_Q if tile_q <= max_tile_q(shape.head_dim)}
+    if memory.backend == "auto" and fa3_problem(prefill, memory.profile.arch, False) is None:
+        variants.add(prefill.variant(fa3_tile_config(shape.head_dim, shape.head_dim).cta_tile_q, False, backend="fa3"))
+    return variants
+
+
+def _compile(shape: ModelShape, memory: Memory) -> None:
+    """Have the kernels of this replay in the cache, so that plan times are those of a warm start."""
+    variants = _kernels(shape, memory)
     with progress(len(variants), "compiling", "kernel") as advance:
         outcomes = compile_variants(variants, [memory.profile.arch], lambda outcome, done, of: advance(1))
     for outcome in outcomes:
