@@ -46,7 +46,7 @@ def choose_backend(requested: str, options: AttentionOptions, arch: str, custom_
 
     Args:
         requested: the caller's backend. "fa3" insists; "auto" takes fa3 wherever it is able and faster than fa2. On an H200 that was
-            every prefill batch that fills the largest tiles, from 16 requests of 64 tokens (1.1 times) to one of 16384 (1.7 times).
+            every prefill batch that fills the largest tiles, from 16 requests of 64 tokens (1.5 times) to one of 16384 (1.6 times).
             Batches of few rows have smaller tiles in fa2, where fa3 would multiply padding. Everything else takes fa2.
         options: what is planned.
         arch: the GPU's arch.

@@ -6,8 +6,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-#: What a unit costs besides its iterations, in iterations: queries that arrive, the first softmax, the output. On an H200 both
-#: prefill kernels lose about 2.5 us per unit, and an iteration of 128 keys takes 1.7 us.
+#: What a unit costs besides its iterations, in iterations: queries that arrive, the first softmax, the output. Before fa3
+#: joined its segments, both prefill kernels lost about 2.5 us per unit on an H200, and an iteration of 128 keys takes 1.7 us.
 UNIT_COST = 1.5
 #: Sections may make the busiest CTA this much busier than the longest-first order would.
 _UNEVEN_SECTIONS = 1.02

@@ -29,7 +29,7 @@ _FEWER_CTAS = 1.005
 _IDLE_SMS = 1.04
 #: Iterations a share has at least: in fewer than 128 keys the eight warps of a 16-row tile would not all find a block.
 _MIN_SHARE = 2
-#: One CTA alone on its SM takes this share of the time per iteration that it takes beside a second one.
+#: One CTA alone on its SM takes this share of the time per iteration that it takes beside a second one: an estimate, not measured.
 _ALONE = 0.6
 
 

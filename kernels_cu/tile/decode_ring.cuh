@@ -6,7 +6,7 @@
 #include "ptx/ldmatrix.cuh"
 #include "ptx/sync.cuh"
 #include "tile/kv_address.cuh"
-#include "tile/prefill_swizzle.cuh"
+#include "tile/swizzle.cuh"
 #include "tile/rows.cuh"
 
 constexpr int kBlockKeys = 16;

@@ -6,7 +6,7 @@
 #include "ptx/ldmatrix.cuh"
 #include "ptx/mbarrier.cuh"
 #include "tile/output.cuh"
-#include "tile/prefill_swizzle.cuh"
+#include "tile/swizzle.cuh"
 
 constexpr bool kAlibi = kPosEncoding == PosEncoding::kAlibi;
 constexpr unsigned kFullWarp = 0xffffffffu;

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "tile/kv_address.cuh"
-#include "tile/prefill_swizzle.cuh"
+#include "tile/swizzle.cuh"
 #include "tile/user_variant.cuh"
 
 constexpr bool kFp8Kv = kKvBytes == 1;
