@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cupyinfer.dtypes import FP8_TYPES, HALF_TYPES, itemsize
+from cupyinfer.dtypes import FP8_QUERY_TYPE, FP8_TYPES, HALF_TYPES, itemsize
 from cupyinfer.errors import ArgumentError
 from cupyinfer.jit.user_variant import UserVariant
 from cupyinfer.schedule.tiles import CTA_TILE_Q, TileConfig, check_head_dims, fa3_tile_config, max_tile_q, tile_config
@@ -20,8 +20,8 @@ class AttentionVariant:
     """One attention kernel: the fields are its compile-time constants. Causal, windows, scales, sinks and LSE are run-time values.
 
     Attributes:
-        q_dtype: element type of q and o, "float16" or "bfloat16".
-        kv_dtype: element type of the cache, q_dtype or an fp8 type.
+        q_dtype: element type of q, "float16" or "bfloat16"; for fa3 also "float8_e4m3fn".
+        kv_dtype: element type of the cache, q_dtype or, with 16-bit queries, an fp8 type.
         head_dim_qk: width of q and k in elements.
         head_dim_vo: width of v and o in elements.
         cta_tile_q: packed query rows per tile.
@@ -31,6 +31,7 @@ class AttentionVariant:
         pos_encoding: one of POS_ENCODINGS.
         user: CUDA source that changes the attention, or None.
         backend: "fa2", or "fa3" for the Hopper prefill kernel.
+        o_dtype: element type of o, "float16" or "bfloat16"; None for that of 16-bit queries.
     """
 
     q_dtype: str
@@ -44,17 +45,22 @@ class AttentionVariant:
     pos_encoding: str = "NONE"
     user: UserVariant | None = None
     backend: str = "fa2"
+    o_dtype: str | None = None
 
     def __post_init__(self) -> None:
-        if self.q_dtype not in HALF_TYPES:
-            raise ArgumentError(f"q_dtype: got {self.q_dtype}, queries are float16 or bfloat16")
-        if self.kv_dtype != self.q_dtype and self.kv_dtype not in FP8_TYPES:
+        if self.q_dtype == FP8_QUERY_TYPE:
+            self._check_fp8()
+        elif self.q_dtype not in HALF_TYPES:
+            raise ArgumentError(f"q_dtype: got {self.q_dtype}, queries are float16 or bfloat16, for fa3 also {FP8_QUERY_TYPE}")
+        elif self.o_dtype not in (None, self.q_dtype):
+            raise ArgumentError(f"o_dtype: got {self.o_dtype}, outputs of {self.q_dtype} queries are {self.q_dtype}")
+        elif self.kv_dtype != self.q_dtype and self.kv_dtype not in FP8_TYPES:
             raise ArgumentError(
                 f"kv_dtype: got {self.kv_dtype}, a cache is {self.q_dtype} like its queries or one of {', '.join(FP8_TYPES)}"
             )
         check_head_dims(self.head_dim_qk, self.head_dim_vo)
         if self.backend == "fa3":
-            if self.cta_tile_q != fa3_tile_config(self.head_dim_qk, self.head_dim_vo).cta_tile_q:
+            if self.cta_tile_q != fa3_tile_config(self.head_dim_qk, self.head_dim_vo, itemsize(self.kv_dtype)).cta_tile_q:
                 raise ArgumentError(f"cta_tile_q: got {self.cta_tile_q}, fa3 has one tile per head_dim")
         elif self.cta_tile_q not in CTA_TILE_Q or self.cta_tile_q > max_tile_q(self.head_dim_vo):
             raise ArgumentError(
@@ -63,8 +69,17 @@ class AttentionVariant:
         if self.pos_encoding not in POS_ENCODINGS:
             raise ArgumentError(f"pos_encoding_mode: got {self.pos_encoding}, expected one of {', '.join(POS_ENCODINGS)}")
 
+    def _check_fp8(self) -> None:
+        if self.backend != "fa3":
+            raise ArgumentError(f"q_dtype: got {self.q_dtype} for {self.backend}, which takes float16 and bfloat16 queries")
+        if self.kv_dtype != self.q_dtype:
+            raise ArgumentError(f"kv_dtype: got {self.kv_dtype}, a cache of {self.q_dtype} queries has their type")
+        if self.o_dtype not in HALF_TYPES:
+            raise ArgumentError(f"o_dtype: got {self.o_dtype}, outputs of {self.q_dtype} queries are float16 or bfloat16")
+
     def __str__(self) -> str:
         name = f"{self.backend}_q{self.cta_tile_q}_{self.q_dtype}"
+        name += f"_o{self.o_dtype}" if self.o_dtype not in (None, self.q_dtype) else ""
         name += f"_kv{self.kv_dtype}" if self.kv_dtype != self.q_dtype else ""
         name += f"_d{self.head_dim_qk}" + (f"x{self.head_dim_vo}" if self.head_dim_vo != self.head_dim_qk else "")
         name += "_paged" if self.paged else "_ragged"
@@ -76,7 +91,7 @@ class AttentionVariant:
     def tile_config(self, smem_per_sm: int, smem_per_cta: int) -> TileConfig:
         """Tile shape of this kernel on a GPU with that much shared memory."""
         if self.backend == "fa3":
-            return fa3_tile_config(self.head_dim_qk, self.head_dim_vo)
+            return fa3_tile_config(self.head_dim_qk, self.head_dim_vo, itemsize(self.kv_dtype))
         return tile_config(self.cta_tile_q, self.head_dim_qk, self.head_dim_vo, itemsize(self.kv_dtype), smem_per_sm, smem_per_cta)
 
 

@@ -27,6 +27,8 @@ _STATIC_SMEM = 384
 #: leave two K/V stages room in 227 KB and the logits and weights of a tile room in 224 registers beside the output; a power of two, so
 #: that pages of any power of two fit (at head_dim 256 plain logits would leave room for 80 keys, capped ones not).
 FA3_TILES = {(64, 64): (128, 128), (128, 128): (128, 128), (192, 128): (128, 128), (256, 256): (128, 64)}
+#: The same for fp8 queries and caches, whose values take a second ring: turned, with the keys of a column side by side.
+FA3_FP8_TILES = {(64, 64): (128, 128), (128, 128): (128, 128), (192, 128): (128, 128), (256, 256): (128, 64)}
 FA3_ARCH = "sm_90a"
 _FA3_STAGES = 2
 
@@ -122,24 +124,32 @@ def _prefill_config(
     return best
 
 
+def fa3_tiles(kv_itemsize: int) -> dict[tuple[int, int], tuple[int, int]]:
+    """Tiles of the fa3 kernels for operands of that size: a cache has the queries' type there."""
+    return FA3_FP8_TILES if kv_itemsize == 1 else FA3_TILES
+
+
 @cache
-def fa3_tile_config(head_dim_qk: int, head_dim_vo: int) -> TileConfig:
+def fa3_tile_config(head_dim_qk: int, head_dim_vo: int, kv_itemsize: int = 2) -> TileConfig:
     """Shape of one fa3 kernel: one CTA per SM, a producer warpgroup and a consumer warpgroup per 64 query rows.
 
     Raises:
         UnsupportedError: no tile for these widths.
     """
-    if (head_dim_qk, head_dim_vo) not in FA3_TILES:
-        raise UnsupportedError(f"head_dim: got {head_dim_qk} (head_dim_vo {head_dim_vo}), fa3 has {', '.join(map(str, FA3_TILES))}")
-    cta_tile_q, kv_tile = FA3_TILES[head_dim_qk, head_dim_vo]
-    smem = fa3_smem_bytes(cta_tile_q, kv_tile, _FA3_STAGES, head_dim_qk, head_dim_vo)
+    tiles = fa3_tiles(kv_itemsize)
+    if (head_dim_qk, head_dim_vo) not in tiles:
+        raise UnsupportedError(f"head_dim: got {head_dim_qk} (head_dim_vo {head_dim_vo}), fa3 has {', '.join(map(str, tiles))}")
+    cta_tile_q, kv_tile = tiles[head_dim_qk, head_dim_vo]
+    smem = fa3_smem_bytes(cta_tile_q, kv_tile, _FA3_STAGES, head_dim_qk, head_dim_vo, kv_itemsize)
     return TileConfig(cta_tile_q, kv_tile, 4 + cta_tile_q // 16, _FA3_STAGES, smem, 1)
 
 
-def fa3_smem_bytes(cta_tile_q: int, kv_tile: int, num_stages: int, head_dim_qk: int, head_dim_vo: int) -> int:
-    """Shared memory of an fa3 kernel: K/V ring, two query tiles and an output tile (wide heads: one, outputs over it), records."""
-    ring = num_stages * kv_tile * (head_dim_qk + head_dim_vo) * 2
-    rows = cta_tile_q * (2 * head_dim_qk + head_dim_vo if head_dim_qk <= 128 else head_dim_qk) * 2
+def fa3_smem_bytes(cta_tile_q: int, kv_tile: int, num_stages: int, head_dim_qk: int, head_dim_vo: int, kv_itemsize: int = 2) -> int:
+    """Shared memory of an fa3 kernel: K/V ring (fp8: a second one of V), two query tiles and an output tile (wide heads: one, 16-bit
+    outputs over it), records."""
+    fp8, wide = kv_itemsize == 1, head_dim_qk > 128
+    ring = num_stages * kv_tile * (head_dim_qk + (1 + fp8) * head_dim_vo) * kv_itemsize
+    rows = cta_tile_q * ((1 if wide else 2) * head_dim_qk * kv_itemsize + (0 if wide and not fp8 else 2 * head_dim_vo))
     return ring + rows + 2048 + 1024  # control block; alignment to the swizzle's period
 
 

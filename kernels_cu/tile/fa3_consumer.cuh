@@ -2,30 +2,59 @@
 // A consumer warpgroup: 64 query rows against every key of a segment, the softmax of one tile under the products of another.
 #pragma once
 
+#include "ptx/wgmma_fp8.cuh"
 #include "tile/fa3_output.cuh"
 
 // Warpgroups take turns to issue products, so that one's softmax runs under the other's. Wide heads have enough products of their own.
 constexpr bool kTakeTurns = kHeadDimVo <= 128;
-// What is the same for the warpgroups' descriptors; V is summed over its rows, and its column blocks are a tile apart.
-constexpr unsigned long long kRowsAreColumns = wgmma_descriptor_base(16), kRowsAreSummed = wgmma_descriptor_base(kKvBlockBytes);
+// What is the same for the warpgroups' descriptors; V is summed over its rows, and its column blocks are a tile apart. A turned V is
+// summed along its rows, as K is.
+constexpr unsigned long long kRowsAreColumns = wgmma_rows_base<kBlockRowBytes>();
+constexpr unsigned long long kValues = kQFp8 ? wgmma_rows_base<kTurnedRowBytes>() : wgmma_descriptor_base(kKvBlockBytes);
+// Summands of a product are 32 bytes, of a row or (16-bit values) 16 rows.
+constexpr int kStepElements = 32 / kElementBytes, kBlockSteps = kBlockRowBytes / 32, kTurnedSteps = kTurnedRowBytes / 32;
+
+template <bool kFp8, int kColumns>
+struct Product {
+  using Type = Wgmma<kColumns>;
+};
+template <int kColumns>
+struct Product<true, kColumns> {
+  using Type = WgmmaFp8<kColumns>;
+};
+// fp8 products of values begin at zero in accumulators of their own, and are added in float: the adders of 8-bit products keep 14 bits.
+constexpr bool kAddApart = kQFp8;
 
 __device__ __forceinline__ void multiply_qk(Logits& s, unsigned q_tile, unsigned k_tile) {
   // Descriptors are made where they are used: kept for the whole kernel, they would not all fit in registers.
   asm volatile("" : "+r"(q_tile));
   unsigned long long q = wgmma_descriptor(kRowsAreColumns, q_tile), k = wgmma_descriptor(kRowsAreColumns, k_tile);
 #pragma unroll
-  for (int step = 0; step < kHeadDimQk / 16; ++step) {
-    // 16 dims are 32 bytes of a row; four such steps are a block.
-    Wgmma<kKvTile>::smem(s, q + (step / 4 * kQBlockBytes + step % 4 * 32) / 16, k + (step / 4 * kKvBlockBytes + step % 4 * 32) / 16, step > 0);
+  for (int step = 0; step < kHeadDimQk / kStepElements; ++step) {
+    int block = step / kBlockSteps, bytes = step % kBlockSteps * 32;
+    Product<kQFp8, kKvTile>::Type::smem(s, q + (block * kQBlockBytes + bytes) / 16, k + (block * kKvBlockBytes + bytes) / 16, step > 0);
   }
   wgmma_commit();
 }
 
 __device__ __forceinline__ void multiply_pv(Output& o, const Weights& p, unsigned v_tile) {
-  unsigned long long v = wgmma_descriptor(kRowsAreSummed, v_tile);
+  unsigned long long v = wgmma_descriptor(kValues, v_tile);
 #pragma unroll
-  for (int step = 0; step < kKvTile / 16; ++step) Wgmma<kHeadDimVo>::registers(o, p + step * 4, v + step * 16 * kBlockRowBytes / 16, 1);
+  for (int step = 0; step < kKvTile / kStepElements; ++step) {
+    int offset = kQFp8 ? step / kTurnedSteps * kTurnedBlockBytes + step % kTurnedSteps * 32 : step * kStepElements * kBlockRowBytes;
+    Product<kQFp8, kHeadDimVo>::Type::registers(o, p + step * 4, v + offset / 16, kAddApart ? step > 0 : 1);
+  }
   wgmma_commit();
+}
+
+// What a product of values is taken into, and its way from there to the output; `apart` is not read before it is written.
+__device__ __forceinline__ Output& product_of(Output& o, Output& apart) { return kAddApart ? apart : o; }
+__device__ __forceinline__ void finish_product(Output& o, Output& apart) {
+  bind_registers(product_of(o, apart));
+  if constexpr (kAddApart) {
+#pragma unroll
+    for (int i = 0; i < kHeadDimVo / 2; ++i) o[i] += apart[i];
+  }
 }
 
 struct Consumer {
@@ -59,7 +88,7 @@ struct Consumer {
   // all, and 0 * NaN is NaN.
   __device__ __forceinline__ void clear_unseen_values(const QueuedWork& work, int key_begin, unsigned v_tile) const {
     int first_seen = work.segment.first_seen - key_begin, first_missing = work.tile.kv_len - key_begin;
-    if (first_seen <= 0 && first_missing >= kKvTile) return;
+    if (kQFp8 || (first_seen <= 0 && first_missing >= kKvTile)) return;  // fp8 values were cleared before they were turned
     constexpr int kChunks = kBlockRowBytes / 16;
     for (int idx = threadIdx.x % kWarpgroupThreads; idx < kKvTile * kChunks; idx += kWarpgroupThreads) {
       int key = idx / kChunks;
@@ -104,13 +133,14 @@ struct Consumer {
 #pragma unroll 1
     for (int key_begin = work.segment.kv_begin + kKvTile; key_begin < key_end; key_begin += kKvTile) {
       float rescale[2];
+      Output apart;
       wait_full(shared, kKFull, count + 1);
       begin_turn();
       wgmma_fence();
       multiply_qk(s, q_tile, shared.k_tile(count + 1));
       wait_full(shared, kVFull, count);
       wgmma_fence();
-      multiply_pv(o, p, shared.v_tile(count));
+      multiply_pv(product_of(o, apart), p, shared.v_tile(count));
       end_turn();
       wgmma_wait<1>();
       bind_registers(s);
@@ -119,7 +149,7 @@ struct Consumer {
       update_softmax(rows, s, state, rescale);
       order_before_wait(state);
       wgmma_wait<0>();
-      bind_registers(o);
+      finish_product(o, apart);
       bind_registers(s);
       release(kVEmpty, count);
       pack_weights(s, p);
@@ -133,10 +163,11 @@ struct Consumer {
   __device__ __forceinline__ void end_segment(const QueuedWork& work, const Weights& p, RowState& state, Output& o) {
     wait_full(shared, kVFull, count);
     clear_unseen_values(work, last_tile(work), shared.v_tile(count));
+    Output apart;
     wgmma_fence();
-    multiply_pv(o, p, shared.v_tile(count));
+    multiply_pv(product_of(o, apart), p, shared.v_tile(count));
     wgmma_wait<0>();
-    bind_registers(o);
+    finish_product(o, apart);
     release(kVEmpty, count);
     ++count;
     if (work.segment.group < 0) {
@@ -155,10 +186,11 @@ struct Consumer {
     wait_full(shared, kKFull, count + 1);
     wait_full(shared, kVFull, count);
     clear_unseen_values(work, last_tile(work), shared.v_tile(count));
+    Output apart;
     begin_turn();
     wgmma_fence();
     multiply_qk(s, shared.q_tile(index, slot + 1), shared.k_tile(count + 1));
-    multiply_pv(o, p, shared.v_tile(count));
+    multiply_pv(product_of(o, apart), p, shared.v_tile(count));
     end_turn();
     rows = ThreadRows(params.base, following, index, warp);
     RowState finished = state;
@@ -171,7 +203,7 @@ struct Consumer {
     update_softmax(rows, s, state, rescale);
     order_before_wait(state);
     wgmma_wait<0>();
-    bind_registers(o);
+    finish_product(o, apart);
     bind_registers(s);
     release(kVEmpty, count);
     pack_weights(s, p);

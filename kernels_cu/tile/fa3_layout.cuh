@@ -21,19 +21,30 @@ constexpr int kKWarp = 0, kVWarp = 1, kFirstRowsWarp = 2;
 // Warps that read a published segment: all but the one that publishes.
 constexpr int kWorkReaders = kConsumerWarps + 1 + kConsumers;
 // Registers of a thread after warpgroups have shared them out anew; together they are what the CTA starts with.
-constexpr int kProducerRegisters = kHeadDimVo <= 64 ? 72 : 56, kConsumerRegisters = kHeadDimVo <= 64 ? 216 : 224;
+constexpr bool kFewWeights = kHeadDimVo <= 64 || kQElement == Element::kE4m3;
+constexpr int kProducerRegisters = kFewWeights ? 72 : 56, kConsumerRegisters = kFewWeights ? 216 : 224;
 
-// Operand tiles lie as blocks of 64 columns, 128 bytes to a row, in the 128-byte swizzle that copies and products share.
-constexpr int kBlockColumns = 64, kBlockRowBytes = 128;
+// Operands of products are 16-bit elements, or e4m3 of queries and cache alike.
+constexpr bool kQFp8 = kQElement == Element::kE4m3;
+constexpr int kElementBytes = kQFp8 ? 1 : 2;
+// Operand tiles lie as blocks of columns, 128 bytes to a row (64 where fp8 heads have no 128), in the swizzle of that width that copies
+// and products share.
+constexpr int kBlockRowBytes = kHeadDimQk * kElementBytes % 128 == 0 && kHeadDimVo * kElementBytes % 128 == 0 ? 128 : 64;
+constexpr int kBlockColumns = kBlockRowBytes / kElementBytes;
 constexpr int kQkBlocks = kHeadDimQk / kBlockColumns, kVoBlocks = kHeadDimVo / kBlockColumns;
 constexpr int kQBlockBytes = kWarpgroupRows * kBlockRowBytes, kKvBlockBytes = kKvTile * kBlockRowBytes;
 constexpr int kQBytes = kQkBlocks * kQBlockBytes;  // of one warpgroup
 constexpr int kKBytes = kQkBlocks * kKvBlockBytes, kVBytes = kVoBlocks * kKvBlockBytes;
+// fp8 values are multiplied from a second tile with the keys of a column side by side, in blocks of as many keys as divide a tile.
+constexpr int kTurnedRowBytes = kKvTile % 128 == 0 ? 128 : kKvTile % 64 == 0 ? 64 : 32;
+constexpr int kTurnedBlockBytes = kHeadDimVo * kTurnedRowBytes;
 constexpr int kORowBytes = kHeadDimVo * 2, kOBytes = kWarpgroupRows * kORowBytes;
 // Where shared memory has room for two query tiles and a tile of outputs, products of the next segment begin before those of this one
 // have ended. Wider heads stage their output where their queries lay, and finish one segment before the next.
 constexpr bool kJoinSegments = kHeadDimQk <= 128;
 constexpr int kQBuffers = kJoinSegments ? 2 : 1;
+// fp8 queries are too small a place for 16-bit outputs.
+constexpr bool kOutputsApart = kJoinSegments || kQFp8;
 
 // A segment as the producer hands it on; `valid` is false past the last one.
 struct QueuedWork {
@@ -53,7 +64,9 @@ enum Barrier { kKFull = 0, kKEmpty = kKFull + kNumStages, kVFull = kKEmpty + kNu
                kWorkFull = kVEmpty + kNumStages, kWorkEmpty = kWorkFull + kWorkSlots,
                // Of each consumer: its query buffers, and its tile of outputs.
                kQFull = kWorkEmpty + kWorkSlots, kQEmpty = kQFull + kConsumers * kQBuffers, kOFull = kQEmpty + kConsumers * kQBuffers,
-               kOEmpty = kOFull + kConsumers, kNumBarriers = kOEmpty + kConsumers };
+               kOEmpty = kOFull + kConsumers,
+               // fp8 only: copies of V, that one warp turns for all.
+               kVCopied = kOEmpty + kConsumers, kNumBarriers = kVCopied + kNumStages };
 
 struct Control {
   unsigned long long barriers[kNumBarriers];
@@ -63,16 +76,18 @@ struct Control {
 };
 
 // Byte offsets from the first multiple of 1024 in dynamic shared memory.
-constexpr int kKOffset = 0, kVOffset = kKOffset + kNumStages * kKBytes, kQOffset = kVOffset + kNumStages * kVBytes;
-constexpr int kOOffset = kJoinSegments ? kQOffset + kConsumers * kQBuffers * kQBytes : kQOffset;
-constexpr int kControlOffset = kJoinSegments ? kOOffset + kConsumers * kOBytes : kQOffset + kConsumers * kQBytes;
+constexpr int kKOffset = 0, kVOffset = kKOffset + kNumStages * kKBytes, kVCopyOffset = kVOffset + kNumStages * kVBytes;
+constexpr int kQOffset = kVCopyOffset + (kQFp8 ? kNumStages * kVBytes : 0);
+constexpr int kOOffset = kOutputsApart ? kQOffset + kConsumers * kQBuffers * kQBytes : kQOffset;
+constexpr int kControlOffset = kOutputsApart ? kOOffset + kConsumers * kOBytes : kQOffset + kConsumers * kQBytes;
 constexpr int kControlBytes = 2048, kAlignmentSlack = 1024;
 
 static_assert(sizeof(Control) <= kControlBytes, "the control block has outgrown its place");
 static_assert(kSmemBytes == kControlOffset + kControlBytes + kAlignmentSlack, "fa3_smem_bytes in cupyinfer/schedule/tiles.py says otherwise");
 static_assert(kConsumers == 2, "warpgroup 0 has a warp for the rows of each of two consumers");
 static_assert(kCtaTileQ % kWarpgroupRows == 0 && kCtaThreads == kConsumerThreads + kWarpgroupThreads, "a consumer per 64 rows, and a producer");
-static_assert(kHeadDimQk % kBlockColumns == 0 && kHeadDimVo % kBlockColumns == 0 && kKvTile % 16 == 0, "tiles are whole blocks");
+static_assert(kHeadDimQk % kBlockColumns == 0 && kHeadDimVo % kBlockColumns == 0 && kKvTile % (32 / kElementBytes) == 0, "tiles are whole blocks");
+static_assert(!kQFp8 || kKvElement == Element::kE4m3, "fp8 queries meet a cache of their own type");
 static_assert(kNumStages == 2, "stages are counted with one bit");
 
 __device__ __forceinline__ int lane_idx() { return threadIdx.x % 32; }
@@ -91,12 +106,14 @@ struct Shared {
   // Tile `count` of the CTA, counted over all segments, lies in stage count % 2.
   __device__ __forceinline__ unsigned k_tile(unsigned count) const { return base + kKOffset + count % kNumStages * kKBytes; }
   __device__ __forceinline__ unsigned v_tile(unsigned count) const { return base + kVOffset + count % kNumStages * kVBytes; }
+  // Where fp8 values arrive, before they are turned into a V tile.
+  __device__ __forceinline__ unsigned v_copy(unsigned count) const { return base + kVCopyOffset + count % kNumStages * kVBytes; }
   // Queries of the segment in slot `slot` of the work ring.
   __device__ __forceinline__ int q_buffer(int consumer, unsigned slot) const { return consumer * kQBuffers + slot % kQBuffers; }
   __device__ __forceinline__ unsigned q_tile(int consumer, unsigned slot) const { return base + kQOffset + q_buffer(consumer, slot) * kQBytes; }
   // The outputs of one warp of a consumer, 16 rows.
   __device__ __forceinline__ unsigned char* o_rows(int consumer, int warp) const {
-    return reinterpret_cast<unsigned char*>(control) - kControlOffset + kOOffset + consumer * (kJoinSegments ? kOBytes : kQBytes) +
+    return reinterpret_cast<unsigned char*>(control) - kControlOffset + kOOffset + consumer * (kOutputsApart ? kOBytes : kQBytes) +
            warp * kWarpRows * kORowBytes;
   }
 };
@@ -114,6 +131,7 @@ __device__ __forceinline__ void init_barriers(const Shared& shared) {
   for (int stage = 0; stage < kNumStages; ++stage) {
     mbarrier_init(shared.barrier(kKFull + stage), 1), mbarrier_init(shared.barrier(kKEmpty + stage), kConsumers);
     mbarrier_init(shared.barrier(kVFull + stage), 1), mbarrier_init(shared.barrier(kVEmpty + stage), kConsumers);
+    mbarrier_init(shared.barrier(kVCopied + stage), 1);
   }
   for (int slot = 0; slot < kWorkSlots; ++slot) {
     mbarrier_init(shared.barrier(kWorkFull + slot), 1), mbarrier_init(shared.barrier(kWorkEmpty + slot), kWorkReaders);

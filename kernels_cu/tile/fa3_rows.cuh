@@ -7,12 +7,13 @@
 
 // Byte offset of a 16-byte chunk of a row in an operand tile of one warpgroup.
 __device__ __forceinline__ unsigned q_chunk_offset(unsigned row, unsigned chunk) {
-  return chunk / 8 * kQBlockBytes + Swizzle<kBlockRowBytes>::offset(row, chunk % 8);
+  constexpr unsigned kBlockChunks = kBlockRowBytes / 16;
+  return chunk / kBlockChunks * kQBlockBytes + Swizzle<kBlockRowBytes>::offset(row, chunk % kBlockChunks);
 }
 
 // Start copying a consumer's 64 query rows; rows past the tile's last become zeros. `full` counts the lanes when their bytes are there.
 __device__ __forceinline__ void load_query_rows(const AttentionParams& params, const QueuedWork& work, unsigned q_tile, int consumer, unsigned full) {
-  constexpr int kChunks = kHeadDimQk / 8, kSteps = 32 * kChunks / 32;
+  constexpr int kChunks = kHeadDimQk * kElementBytes / 16, kSteps = 32 * kChunks / 32;
   int lane = lane_idx();
 #pragma unroll 1
   for (int half = 0; half < kWarpgroupRows / 32; ++half) {
@@ -24,7 +25,7 @@ __device__ __forceinline__ void load_query_rows(const AttentionParams& params, c
       int idx = step * 32 + lane, row = idx / kChunks, chunk = idx % kChunks;
       long long offset = __shfl_sync(kFullWarp, lane_offset, row);
       bool valid = row < num_rows;
-      const unsigned char* source = static_cast<const unsigned char*>(params.q) + (valid ? offset * 2 + chunk * 16 : 0);
+      const unsigned char* source = static_cast<const unsigned char*>(params.q) + (valid ? offset * kElementBytes + chunk * 16 : 0);
       cp_async_16(q_tile + q_chunk_offset(half * 32 + row, chunk), source, valid);
     }
   }
@@ -61,7 +62,7 @@ __device__ __forceinline__ void carry_rows(const AttentionParams& params, const 
     // Queries of this segment, then the output of the one before; the other way round where both take the same place.
 #pragma unroll 1
     for (int step = 0; step < 2; ++step) {
-      if ((step == 0) == kJoinSegments) {
+      if ((step == 0) == kOutputsApart) {
         if (!work.valid) continue;
         int buffer = shared.q_buffer(consumer, slot);
         mbarrier_sleep(shared.barrier(kQEmpty + buffer), (slot / kQBuffers & 1) ^ 1);

@@ -1,0 +1,123 @@
+// SPDX-License-Identifier: Apache-2.0
+// The warp that brings fp8 values: it copies tiles of V ahead, and turns each into the operand that 8-bit products need, its keys side
+// by side.
+#pragma once
+
+#include "ptx/ldmatrix.cuh"
+#include "tile/fa3_producer.cuh"
+
+// 16-byte chunks that a lane has in flight on their way from one tile to the other.
+constexpr int kTurnBatch = 4;
+static_assert(kHeadDimVo / 16 % kTurnBatch == 0, "batches run along a row");
+
+// Of a tile's keys, the first that some row sees, and the first that does not exist.
+struct KeyBounds {
+  int first_seen, first_missing;
+};
+
+// Keys of a copied tile that no row sees or that do not exist become zeros: they hold any bits at all, and 0 * NaN is NaN.
+__device__ __forceinline__ void clear_copied_values(unsigned copy, const KeyBounds& bounds) {
+  constexpr int kChunks = kBlockRowBytes / 16;
+#pragma unroll 1
+  for (int idx = lane_idx(); idx < kKvTile * kChunks; idx += 32) {
+    int key = idx / kChunks;
+    if (key >= bounds.first_seen && key < bounds.first_missing) continue;
+#pragma unroll
+    for (int block = 0; block < kVoBlocks; ++block) {
+      asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(copy + block * kKvBlockBytes + idx * 16), "r"(0) : "memory");
+    }
+  }
+  __syncwarp();
+}
+
+// One warp: V [keys][dims] to V^T [dims][keys], 32 keys by 16 dims at a time. A transposing load gives a thread dims 2g and 2g + 1 of keys
+// 2c, 2c + 1, 2c + 8 and 2c + 9 of each 16, in pairs of dims; two byte permutations part even from odd dims. The four keys are stored as
+// 4c to 4c + 3: that is the order in which a thread's own weights are summed (see pack_weights). Of 16 dims the even ones become rows 0
+// to 7 and the odd ones rows 8 to 15, so that eight stored rows never share a bank; outputs are put back in order (see output_dims).
+__device__ __forceinline__ void turn_values(unsigned copy, unsigned turned) {
+  constexpr unsigned kChunks = kBlockRowBytes / 16, kTurnedChunks = kTurnedRowBytes / 16;
+  unsigned lane = lane_idx(), row = lane % 16, half = lane / 16;
+#pragma unroll 1
+  for (unsigned keys = 0; keys < kKvTile / 32; ++keys) {
+    unsigned source = copy + keys * 32 * kBlockRowBytes;
+    unsigned target = turned + keys * 32 / kTurnedRowBytes * kTurnedBlockBytes + Swizzle<kTurnedRowBytes>::offset(row, (keys * 2 + half) % kTurnedChunks);
+#pragma unroll
+    for (unsigned first = 0; first < kHeadDimVo / 16; first += kTurnBatch) {
+      unsigned r[kTurnBatch][4];
+#pragma unroll
+      for (unsigned i = 0; i < kTurnBatch; ++i) {
+        unsigned chunk = first + i;
+        ldmatrix_x4_trans(r[i], source + chunk / kChunks * kKvBlockBytes + Swizzle<kBlockRowBytes>::offset(lane, chunk % kChunks));
+      }
+#pragma unroll
+      for (unsigned i = 0; i < kTurnBatch; ++i) {
+        // 16 rows further the swizzle is the same.
+        stmatrix_x4(target + (first + i) * 16 * kTurnedRowBytes, __byte_perm(r[i][0], r[i][1], 0x6420), __byte_perm(r[i][0], r[i][1], 0x7531),
+                    __byte_perm(r[i][2], r[i][3], 0x6420), __byte_perm(r[i][2], r[i][3], 0x7531));
+      }
+    }
+  }
+}
+
+// The tiles of V that a CTA needs, in order, as its published segments name them.
+struct ValueTiles {
+  const Fa3Params& params;
+  const Shared& shared;
+  SegmentKeys keys = {0, 0, 0, 0, 0, true};
+  int kv_len = 0, key_begin = 0;  // the next tile's first key
+  unsigned slot = 0;              // of the next segment
+  BoxOrigin origin;
+
+  __device__ __forceinline__ ValueTiles(const Fa3Params& params, const Shared& shared) : params(params), shared(shared), origin(params, keys, 0) {}
+
+  // Go to the segment of the next tile. False when there is none, or `may_wait` is false and it is not published yet: it may depend on
+  // tiles that are still to be turned.
+  __device__ __forceinline__ bool find(bool may_wait) {
+#pragma unroll 1
+    while (keys.valid && key_begin >= keys.kv_end) {
+      if (!may_wait && !__all_sync(kFullWarp, mbarrier_test(shared.barrier(kWorkFull + slot % kWorkSlots), slot / kWorkSlots & 1))) return false;
+      const QueuedWork& work = wait_for_work(shared, slot);
+      keys = {work.segment.kv_begin, work.segment.kv_end, work.segment.first_seen, work.tile.kv_base, work.segment.kv_head, work.valid};
+      kv_len = work.tile.kv_len, key_begin = keys.kv_begin;
+      release_work(shared, slot++);
+      if (keys.valid) origin = BoxOrigin(params, keys, key_begin);
+    }
+    return keys.valid;
+  }
+  __device__ __forceinline__ void advance() {
+    key_begin += kKvTile;
+    // The page table is read one tile ahead.
+    origin = BoxOrigin(params, keys, key_begin);
+  }
+};
+
+// Copy every V tile of the CTA, two ahead, and turn it once the consumers have done with the one before the last.
+__device__ __forceinline__ void produce_turned_v(const Fa3Params& params, const Shared& shared) {
+  if (lane_idx() == 0) tma_prefetch_map(params.v);
+  ValueTiles tiles(params, shared);
+  int num_boxes = boxes_per_tile(params);
+  unsigned num_copied = 0;
+  KeyBounds oldest = {}, newest = {};  // of the tiles on their way
+#pragma unroll 1
+  for (unsigned count = 0;; ++count) {
+    // This warp alone reads copies, so a stage is free once its last tile has been turned.
+#pragma unroll 1
+    while (num_copied - count < kNumStages && tiles.find(num_copied == count)) {
+      newest = {tiles.keys.first_seen - tiles.key_begin, tiles.kv_len - tiles.key_begin};
+      if (num_copied == count) oldest = newest;
+      copy_tile<kVoBlocks>(params, params.v, shared.v_copy(num_copied), shared.barrier(kVCopied + num_copied % kNumStages), tiles.origin,
+                           tiles.keys.kv_head, num_boxes);
+      tiles.advance();
+      ++num_copied;
+    }
+    if (num_copied == count) return;
+    wait_full(shared, kVCopied, count);
+    if (oldest.first_seen > 0 || oldest.first_missing < kKvTile) clear_copied_values(shared.v_copy(count), oldest);
+    wait_empty(shared, kVEmpty, count);
+    turn_values(shared.v_copy(count), shared.v_tile(count));
+    fence_async_proxy();
+    __syncwarp();
+    if (lane_idx() == 0) mbarrier_arrive(shared.barrier(kVFull + count % kNumStages));
+    oldest = newest;
+  }
+}
