@@ -17,7 +17,7 @@ from cupyinfer.interop import ArrayView, Device, as_view, empty_output, use_devi
 from cupyinfer.schedule.profile import HOST_PROFILE, DeviceProfile
 
 #: Arguments of the request functions that a call supplies.
-_SET_BY_CALL = ("kv_layout", "q_data_type", "head_dim_vo")
+_SET_BY_CALL = ("kv_layout", "q_data_type", "head_dim_vo", "o_data_type")
 
 
 @checked_call
@@ -86,8 +86,8 @@ def _one_key(view: ArrayView, heads_first: bool) -> ArrayView:
 @checked_call
 @options_of(ragged_prefill_request, supplied=_SET_BY_CALL)
 def single_prefill_with_kv_cache(
-    q: Any, k: Any, v: Any, kv_layout: str = "NHD", *, return_lse: bool = False, q_scale: float | None = None,
-    k_scale: Any = None, v_scale: Any = None, kv_data_type: Any = None, **options: Any,
+    q: Any, k: Any, v: Any, kv_layout: str = "NHD", *, return_lse: bool = False, q_scale: Any = None, k_scale: Any = None,
+    v_scale: Any = None, q_data_type: Any = None, kv_data_type: Any = None, o_data_type: Any = None, **options: Any,
 ) -> Any:  # fmt: skip
     """Attention of the query tokens of one request.
 
@@ -97,7 +97,10 @@ def single_prefill_with_kv_cache(
         q: [qo_len, num_qo_heads, head_dim_qk].
         k: [kv_len, num_kv_heads, head_dim_qk] (NHD) or [num_kv_heads, kv_len, head_dim_qk] (HND).
         v: the same with head_dim_vo.
-        kv_layout, return_lse, q_scale, k_scale, v_scale, kv_data_type: as for `single_decode_with_kv_cache`.
+        kv_layout, return_lse, k_scale, v_scale, kv_data_type: as for `single_decode_with_kv_cache`.
+        q_scale: as for `BatchPrefillWithRaggedKVCacheWrapper.run`.
+        q_data_type: the queries' element type when q is fp8 bytes in a uint8 array; by default that of q.
+        o_data_type: the output's element type, which fp8 queries need; for others that of q.
         options: causal, custom_mask ([qo_len, kv_len] or flattened), packed_custom_mask, window_left and the rest, as for
             `BatchPrefillWithRaggedKVCacheWrapper.plan`.
 
@@ -124,8 +127,9 @@ def single_prefill_with_kv_cache(
         num_kv_heads,
         query.shape[2],
         kv_layout=kv_layout,
-        q_data_type=query.dtype,
+        q_data_type=query.dtype if q_data_type is None else q_data_type,
         kv_data_type=keys.dtype if kv_data_type is None else kv_data_type,
+        o_data_type=o_data_type,
         head_dim_vo=values.shape[2],
         custom_mask=mask,
         **options,
@@ -172,6 +176,6 @@ def _planned_and_run(
         return plan.run(q, k, v, return_lse=return_lse, **scales)
     # One token in, one token out: the token dimension exists only on the way.
     one_token = query._replace(shape=(1, *query.shape), strides=(0, *query.strides))
-    out = empty_output((query.shape[0], request.options.head_dim_vo), request.options.q_dtype, device)
+    out = empty_output((query.shape[0], request.options.head_dim_vo), request.options.o_dtype, device)
     lse = empty_output((query.shape[0],), "float32", device) if return_lse else None
     return plan.run_single(q, one_token, k, v, out, lse, scales)

@@ -11,13 +11,14 @@ from cupyinfer.backends.arrays import RunArrays
 from cupyinfer.backends.fa2 import Fa2Kernel, Fa2Launcher
 from cupyinfer.backends.params import FA3_PARAMS
 from cupyinfer.backends.tensor_map import MAP_BYTES, CacheShape, cache_map
+from cupyinfer.dtypes import itemsize
 from cupyinfer.interop import ArrayView
 from cupyinfer.jit.variant import AttentionVariant
 from cupyinfer.schedule.profile import DeviceProfile
 
 _BOXES = struct.Struct("<2i")
 _BOXES_OFFSET, _K_OFFSET, _V_OFFSET = (FA3_PARAMS.fields[name][1] for name in ("box_rows", "k", "v"))  # type: ignore[index]
-_NOTHING = CacheShape(64, 1, 1, 1, 0, 0, 0)
+_NOTHING = CacheShape(128, 1, 1, 1, 0, 0, 0)
 
 
 class Fa3Kernel(Fa2Kernel):
@@ -30,6 +31,9 @@ class Fa3Kernel(Fa2Kernel):
         self.paged, self.dtype = variant.paged, variant.kv_dtype
         self.num_kv_heads, self.page_size = int(fields["num_kv_heads"]), int(fields["page_size"])
         self.box_rows = min(self.page_size, self.config.kv_tile) if self.paged else self.config.kv_tile
+        # fp8 heads that are no multiple of 128 bytes are copied in blocks of 64, see kBlockRowBytes of fa3_layout.cuh.
+        widths = variant.head_dim_qk, variant.head_dim_vo
+        self.box_bytes = 128 if all(width * itemsize(self.dtype) % 128 == 0 for width in widths) else 64
 
 
 class Fa3Launcher(Fa2Launcher):
@@ -52,7 +56,7 @@ class Fa3Launcher(Fa2Launcher):
         for offset, view, steps in ((_K_OFFSET, k, strides[2:5]), (_V_OFFSET, v, strides[5:8])):
             # A cache without elements is never read, but its map must be a map.
             address, shape = (view.ptr, self._shape(view, steps)) if prod(view.shape) else (self._some_address, _NOTHING)
-            self._bytes[offset : offset + MAP_BYTES] = cache_map(address, shape, box_rows, self._maps.dtype)
+            self._bytes[offset : offset + MAP_BYTES] = cache_map(address, shape, box_rows, self._maps.box_bytes, self._maps.dtype)
         _BOXES.pack_into(self._bytes, _BOXES_OFFSET, box_rows, k.shape[0])
         self._mapped = mapped
 

@@ -7,16 +7,16 @@ import ctypes
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
+from cupyinfer.dtypes import itemsize
 from cupyinfer.errors import BackendUnavailable, UnsupportedError
 
 MAP_BYTES = 128
 _MAP_ALIGNMENT = 64
-#: Columns of a box: as many 16-bit elements as the 128-byte swizzle spans.
-BOX_COLUMNS = 64
 
-# Values of the driver's enumerations.
-_DATA_TYPE = {"float16": 6, "bfloat16": 9}
-_INTERLEAVE_NONE, _SWIZZLE_128B, _PROMOTION_256B, _FILL_ZEROS = 0, 3, 3, 0
+# Values of the driver's enumerations; fp8 travels as bytes. Swizzles by the bytes they span.
+_DATA_TYPE = {"float16": 6, "bfloat16": 9, "float8_e4m3fn": 0}
+_SWIZZLE = {64: 2, 128: 3}
+_INTERLEAVE_NONE, _PROMOTION_256B, _FILL_ZEROS = 0, 3, 0
 
 
 class CacheShape(NamedTuple):
@@ -44,14 +44,15 @@ def _encode_function() -> Any:
 
 
 @lru_cache(maxsize=1024)
-def cache_map(address: int, shape: CacheShape, box_rows: int, dtype: str) -> bytes:
-    """The tensor map of a cache, with boxes of 64 elements by `box_rows` slots of one head and page.
+def cache_map(address: int, shape: CacheShape, box_rows: int, box_bytes: int, dtype: str) -> bytes:
+    """The tensor map of a cache, with boxes of `box_bytes` columns by `box_rows` slots of one head and page.
 
     Args:
         address: of the first element, a multiple of 16.
         shape: sizes and strides.
         box_rows: slots per box, at most 256.
-        dtype: "float16" or "bfloat16".
+        box_bytes: 64 or 128, the width of a swizzled row.
+        dtype: "float16", "bfloat16" or "float8_e4m3fn".
 
     Raises:
         BackendUnavailable: there is no driver, or an old one.
@@ -59,7 +60,8 @@ def cache_map(address: int, shape: CacheShape, box_rows: int, dtype: str) -> byt
     """
     sizes = shape.head_dim, shape.num_slots, shape.num_heads, shape.num_pages
     # A dimension of one element is never stepped over, but its stride must be one the driver takes.
-    strides = [2 * (stride if size > 1 else shape.head_dim) for size, stride in zip(sizes[1:], shape[4:], strict=True)]
+    element = itemsize(dtype)
+    strides = [element * (stride if size > 1 else shape.head_dim) for size, stride in zip(sizes[1:], shape[4:], strict=True)]
     storage = ctypes.create_string_buffer(MAP_BYTES + _MAP_ALIGNMENT)
     begin = -ctypes.addressof(storage) % _MAP_ALIGNMENT
     status = _encode_function()(
@@ -69,10 +71,10 @@ def cache_map(address: int, shape: CacheShape, box_rows: int, dtype: str) -> byt
         address,
         (ctypes.c_uint64 * 4)(*sizes),
         (ctypes.c_uint64 * 3)(*strides),
-        (ctypes.c_uint32 * 4)(BOX_COLUMNS, box_rows, 1, 1),
+        (ctypes.c_uint32 * 4)(box_bytes // element, box_rows, 1, 1),
         (ctypes.c_uint32 * 4)(1, 1, 1, 1),
         _INTERLEAVE_NONE,
-        _SWIZZLE_128B,
+        _SWIZZLE[box_bytes],
         _PROMOTION_256B,
         _FILL_ZEROS,
     )

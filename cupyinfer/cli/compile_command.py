@@ -69,7 +69,7 @@ def _selected(args: argparse.Namespace, standard: Sequence[KernelVariant]) -> tu
         if isinstance(variant, AttentionVariant):
             if args.head_dim is not None and variant.head_dim_qk not in args.head_dim:
                 continue
-            if dtypes is not None and variant.q_dtype not in dtypes:
+            if dtypes is not None and variant.o_dtype not in dtypes:
                 continue
         if args.kernel is None or args.kernel in str(variant):
             selected.append(variant)

@@ -31,7 +31,7 @@ class AttentionVariant:
         pos_encoding: one of POS_ENCODINGS.
         user: CUDA source that changes the attention, or None.
         backend: "fa2", or "fa3" for the Hopper prefill kernel.
-        o_dtype: element type of o, "float16" or "bfloat16"; None for that of 16-bit queries.
+        o_dtype: element type of o, "float16" or "bfloat16"; by default that of 16-bit queries.
     """
 
     q_dtype: str
@@ -45,19 +45,20 @@ class AttentionVariant:
     pos_encoding: str = "NONE"
     user: UserVariant | None = None
     backend: str = "fa2"
-    o_dtype: str | None = None
+    o_dtype: str = ""
 
     def __post_init__(self) -> None:
         if self.q_dtype == FP8_QUERY_TYPE:
             self._check_fp8()
         elif self.q_dtype not in HALF_TYPES:
             raise ArgumentError(f"q_dtype: got {self.q_dtype}, queries are float16 or bfloat16, for fa3 also {FP8_QUERY_TYPE}")
-        elif self.o_dtype not in (None, self.q_dtype):
+        elif self.o_dtype not in ("", self.q_dtype):
             raise ArgumentError(f"o_dtype: got {self.o_dtype}, outputs of {self.q_dtype} queries are {self.q_dtype}")
         elif self.kv_dtype != self.q_dtype and self.kv_dtype not in FP8_TYPES:
             raise ArgumentError(
                 f"kv_dtype: got {self.kv_dtype}, a cache is {self.q_dtype} like its queries or one of {', '.join(FP8_TYPES)}"
             )
+        object.__setattr__(self, "o_dtype", self.o_dtype or self.q_dtype)
         check_head_dims(self.head_dim_qk, self.head_dim_vo)
         if self.backend == "fa3":
             if self.cta_tile_q != fa3_tile_config(self.head_dim_qk, self.head_dim_vo, itemsize(self.kv_dtype)).cta_tile_q:
@@ -79,7 +80,7 @@ class AttentionVariant:
 
     def __str__(self) -> str:
         name = f"{self.backend}_q{self.cta_tile_q}_{self.q_dtype}"
-        name += f"_o{self.o_dtype}" if self.o_dtype not in (None, self.q_dtype) else ""
+        name += f"_o{self.o_dtype}" if self.o_dtype != self.q_dtype else ""
         name += f"_kv{self.kv_dtype}" if self.kv_dtype != self.q_dtype else ""
         name += f"_d{self.head_dim_qk}" + (f"x{self.head_dim_vo}" if self.head_dim_vo != self.head_dim_qk else "")
         name += "_paged" if self.paged else "_ragged"

@@ -16,7 +16,7 @@ from cupyinfer.schedule.layout import RegionCounts, lay_out, measure
 from cupyinfer.schedule.plan_info import DecodePlanInfo, PlanInfo, PrefillPlanInfo
 from cupyinfer.schedule.profile import DeviceProfile
 from cupyinfer.schedule.schedule import Schedule, SplitPolicy, make_schedule, make_split_policy
-from cupyinfer.schedule.tiles import FA3_ARCH, FA3_TILES, TileConfig, check_head_dims, fa3_tile_config, max_tile_q, tile_config
+from cupyinfer.schedule.tiles import FA3_ARCH, TileConfig, check_head_dims, fa3_tile_config, fa3_tiles, max_tile_q, tile_config
 from cupyinfer.schedule.tiling import KeySpan, choose_tile_q, make_tiles, tile_q_for_rows
 from cupyinfer.workspace import AlignedAllocator, WorkspaceSize
 
@@ -69,7 +69,7 @@ class PlanShape:
     def config(self, cta_tile_q: int, profile: DeviceProfile) -> TileConfig:
         """Tile shape of the kernel with that many rows per tile on a GPU."""
         if self.backend == "fa3":
-            return fa3_tile_config(self.head_dim_qk, self.head_dim_vo)
+            return fa3_tile_config(self.head_dim_qk, self.head_dim_vo, self.kv_itemsize)
         return tile_config(cta_tile_q, self.head_dim_qk, self.head_dim_vo, self.kv_itemsize, profile.smem_per_sm, profile.smem_per_cta)
 
     def policy(self, kv_tile: int) -> SplitPolicy:
@@ -98,13 +98,13 @@ class PlanShape:
         if limits is not None:
             return self.tile_q_of_limits(limits)
         if self.backend == "fa3":
-            return fa3_tile_config(self.head_dim_qk, self.head_dim_vo).cta_tile_q
+            return fa3_tile_config(self.head_dim_qk, self.head_dim_vo, self.kv_itemsize).cta_tile_q
         return choose_tile_q(geometry, self.group_size, self.head_dim_vo, self.invariant)
 
     def tile_q_of_limits(self, limits: BatchLimits) -> int:
         """Rows per tile that a CUDA-graph plan uses for every batch within `limits`."""
         if self.backend == "fa3":
-            return fa3_tile_config(self.head_dim_qk, self.head_dim_vo).cta_tile_q
+            return fa3_tile_config(self.head_dim_qk, self.head_dim_vo, self.kv_itemsize).cta_tile_q
         if self.decode:
             return 16 if self.group_size <= 16 else 64
         if self.invariant:
@@ -115,7 +115,7 @@ class PlanShape:
     def possible_tile_qs(self) -> tuple[int, ...]:
         """Rows per tile that some batch may get outside of CUDA graphs."""
         if self.backend == "fa3":
-            return (fa3_tile_config(self.head_dim_qk, self.head_dim_vo).cta_tile_q,)
+            return (fa3_tile_config(self.head_dim_qk, self.head_dim_vo, self.kv_itemsize).cta_tile_q,)
         if self.decode:
             return (16,) if self.group_size <= 16 else (64,)
         if self.invariant:
@@ -266,7 +266,7 @@ def bound(
     """Bytes that suffice for every batch within `limits`, with or without CUDA graphs."""
     float_bytes = int_bytes = 0
     shapes = [shape]
-    if profile.arch == FA3_ARCH and not shape.decode and (shape.head_dim_qk, shape.head_dim_vo) in FA3_TILES:
+    if profile.arch == FA3_ARCH and not shape.decode and (shape.head_dim_qk, shape.head_dim_vo) in fa3_tiles(shape.kv_itemsize):
         shapes.append(replace(shape, backend="fa3"))
     for one in shapes:
         for tile_q in one.possible_tile_qs():

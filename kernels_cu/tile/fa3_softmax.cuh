@@ -12,8 +12,9 @@ constexpr bool kTransformLogits = kSoftCap || kAlibi;
 // Stands for the maximum of a row that has seen no key: finite, so that -inf minus it is still -inf.
 constexpr float kNoMax = -1e30f;
 // How far a row's reference lies below its maximum when it is set, in powers of two, and how far at most before sums and output are
-// rescaled. Half holds 2^8. e4m3 holds 448 > 2^8.75, and keeps weights down to 2^-18 of the largest when that starts at 2^8.
-constexpr float kReferenceDepth = kQFp8 ? 8.f : 0.f, kLargestDepth = kQFp8 ? 8.75f : 8.f;
+// rescaled: half holds 2^8. So does e4m3, but with few bits: there the largest weight is 2^8 always, exactly, and weights down to 2^-18 of
+// it are kept.
+constexpr float kReferenceDepth = kQFp8 ? 8.f : 0.f, kLargestDepth = 8.f;
 // A scale of zero would turn a masked -inf into NaN.
 constexpr float kLeastScale = 1e-30f;
 

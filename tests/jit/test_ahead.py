@@ -34,7 +34,7 @@ def test_the_hopper_catalogue() -> None:
     names = [str(variant) for variant in fa3_variants()]
     assert sorted(names) == sorted(
         f"fa3_q128_{dtype}_d{width}_{kind}"
-        for dtype in ("float16", "bfloat16")
+        for dtype in ("float16", "bfloat16", "float8_e4m3fn_ofloat16", "float8_e4m3fn_obfloat16")
         for width in ("64", "128", "192x128", "256")
         for kind in ("paged", "ragged")
     )

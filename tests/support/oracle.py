@@ -32,6 +32,7 @@ class AttentionOptions:
         rope_scale: divisor of rotation angles.
         rope_theta: base of rotation frequencies.
         sinks: [num_qo_heads], natural-log logits.
+        q_scale: one factor or [num_qo_heads].
         k_scale: one factor or [num_kv_heads].
         v_scale: one factor or [num_kv_heads].
     """
@@ -45,6 +46,7 @@ class AttentionOptions:
     rope_scale: float = 1.0
     rope_theta: float = 1e4
     sinks: Array | None = None
+    q_scale: float | Array = 1.0
     k_scale: float | Array = 1.0
     v_scale: float | Array = 1.0
 
@@ -87,7 +89,7 @@ def attention_oracle(
             q_head = _rotate(options, q[tokens, head].astype(np.float64), positions)
             k_head = _rotate(options, k[:, kv_head].astype(np.float64), np.arange(kv_len)) * _per_head(options.k_scale, kv_head)
             v_head = v[:, kv_head].astype(np.float64) * _per_head(options.v_scale, kv_head)
-            logits = sm_scale * (q_head @ k_head.T)
+            logits = sm_scale * _per_head(options.q_scale, head) * (q_head @ k_head.T)
             if options.logits_soft_cap > 0:
                 logits = options.logits_soft_cap * np.tanh(logits / options.logits_soft_cap)
             if options.pos_encoding == "ALIBI":
@@ -140,9 +142,9 @@ def _slope(options: AttentionOptions, head: int) -> float:
     return float(options.alibi_slopes[head])
 
 
-def _per_head(scale: float | Array, kv_head: int) -> float:
+def _per_head(scale: float | Array, head: int) -> float:
     per_head = np.asarray(scale, np.float64)
-    return float(per_head[kv_head] if per_head.ndim else per_head)
+    return float(per_head[head] if per_head.ndim else per_head)
 
 
 def low_precision_reference(
@@ -153,18 +155,21 @@ def low_precision_reference(
     options: AttentionOptions,
     masks: Sequence[Array] | None = None,
     block_keys: int = 64,
+    out_type: np.dtype[Any] | None = None,
 ) -> tuple[Array, Array]:
     """The formula of `attention_oracle` as a GPU could honestly compute it: its error is the yardstick for a kernel's.
 
     Arithmetic is float32; what a tensor core would multiply (rotated q and k, softmax weights) is rounded to 16 bits; keys are taken
-    in blocks, last block first, so that the order of operations is nobody's.
+    in blocks, last block first, so that the order of operations is nobody's. With fp8 queries weights are rounded to 8 bits, as
+    products with fp8 values need them.
 
     Returns:
-        o in the type of q and base-2 log-sum-exp in float32, shapes as `attention_oracle`.
+        o in `out_type`, by default that of q, and base-2 log-sum-exp in float32, shapes as `attention_oracle`.
     """
     num_tokens, num_qo_heads, head_dim_qk = q.shape
     sm_scale = head_dim_qk**-0.5 if options.sm_scale is None else options.sm_scale
-    o = np.zeros((num_tokens, num_qo_heads, values[0].shape[-1] if values else head_dim_qk), q.dtype)
+    out_type = q.dtype if out_type is None else out_type
+    o = np.zeros((num_tokens, num_qo_heads, values[0].shape[-1] if values else head_dim_qk), out_type)
     lse = np.full((num_tokens, num_qo_heads), -np.inf, np.float32)
     token_begin = 0
     for request_idx, qo_len in enumerate(qo_lens):
@@ -173,13 +178,14 @@ def low_precision_reference(
         k, v = keys[request_idx], values[request_idx]
         kv_len, num_kv_heads = k.shape[:2]
         operand = k.dtype if k.dtype.itemsize == 2 else np.dtype(np.float16)
+        weights = q.dtype if q.dtype.itemsize == 1 else operand
         positions = kv_len - qo_len + np.arange(qo_len)
         visible = _visible(options, positions, kv_len, None if masks is None else masks[request_idx])
         for head in range(num_qo_heads):
             kv_head = head // (num_qo_heads // num_kv_heads)
             q_head = _round(_rotate(options, q[tokens, head].astype(np.float32), positions), operand)
             k_head = _round(_rotate(options, k[:, kv_head].astype(np.float32), np.arange(kv_len)), operand)
-            logits = q_head @ k_head.T * np.float32(sm_scale * _per_head(options.k_scale, kv_head))
+            logits = q_head @ k_head.T * np.float32(sm_scale * _per_head(options.q_scale, head) * _per_head(options.k_scale, kv_head))
             if options.logits_soft_cap > 0:
                 logits = np.float32(options.logits_soft_cap) * np.tanh(logits / np.float32(options.logits_soft_cap))
             if options.pos_encoding == "ALIBI":
@@ -187,9 +193,9 @@ def low_precision_reference(
             logits = np.where(visible, logits, np.float32(-np.inf))
             sink = -np.inf if options.sinks is None else options.sinks[head]
             v_head = v[:, kv_head].astype(np.float32)
-            rows, lse[tokens, head] = _blocked_softmax(logits, v_head, np.float32(sink), operand, block_keys)
+            rows, lse[tokens, head] = _blocked_softmax(logits, v_head, np.float32(sink), weights, block_keys)
             with np.errstate(over="ignore"):
-                o[tokens, head] = (rows * np.float32(_per_head(options.v_scale, kv_head))).astype(q.dtype)
+                o[tokens, head] = (rows * np.float32(_per_head(options.v_scale, kv_head))).astype(out_type)
     return o, lse
 
 
@@ -199,13 +205,15 @@ def _blocked_softmax(logits: Array, values: Array, sink: np.float32, operand: np
     largest = np.full(num_rows, sink, np.float32)
     total = np.where(np.isneginf(largest), np.float32(0), np.float32(1))
     acc = np.zeros((num_rows, values.shape[1]), np.float32)
+    # The largest weight becomes 2^8 where the type ends at 448, to keep as many small ones as it can.
+    lift = np.float32(256 if operand.itemsize == 1 else 1)
     for begin in reversed(range(0, kv_len, block_keys)):
         block = logits[:, begin : begin + block_keys]
         new_largest = np.maximum(largest, block.max(axis=1))
         shift = np.where(np.isneginf(new_largest), np.float32(0), new_largest)
         exponentials = np.exp(block - shift[:, None])
         decay = np.exp(largest - shift)
-        acc = acc * decay[:, None] + _round(exponentials, operand) @ values[begin : begin + block_keys]
+        acc = acc * decay[:, None] + _round(exponentials * lift, operand) / lift @ values[begin : begin + block_keys]
         total = total * decay + exponentials.sum(axis=1)
         largest = new_largest
     with np.errstate(divide="ignore"):
