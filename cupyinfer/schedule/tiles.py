@@ -27,8 +27,9 @@ _STATIC_SMEM = 384
 #: leave two K/V stages room in 227 KB and the logits and weights of a tile room in 224 registers beside the output; a power of two, so
 #: that pages of any power of two fit (at head_dim 256 plain logits would leave room for 80 keys, capped ones not).
 FA3_TILES = {(64, 64): (128, 128), (128, 128): (128, 128), (192, 128): (128, 128), (256, 256): (128, 64)}
-#: The same for fp8 queries and caches, whose values take a second ring: turned, with the keys of a column side by side.
-FA3_FP8_TILES = {(64, 64): (128, 128), (128, 128): (128, 128), (192, 128): (128, 128), (256, 256): (128, 64)}
+#: The same for fp8 queries and caches, whose values take a second ring: turned, with the keys of a column side by side. Up to head_dim_vo
+#: 128 there is room for a bank of outputs in float besides, see fa3_fp8_bank.cuh.
+FA3_FP8_TILES = {(64, 64): (128, 128), (128, 128): (128, 128), (192, 128): (128, 64), (256, 256): (128, 64)}
 FA3_ARCH = "sm_90a"
 _FA3_STAGES = 2
 
@@ -146,11 +147,12 @@ def fa3_tile_config(head_dim_qk: int, head_dim_vo: int, kv_itemsize: int = 2) ->
 
 def fa3_smem_bytes(cta_tile_q: int, kv_tile: int, num_stages: int, head_dim_qk: int, head_dim_vo: int, kv_itemsize: int = 2) -> int:
     """Shared memory of an fa3 kernel: K/V ring (fp8: a second one of V), two query tiles and an output tile (wide heads: one, 16-bit
-    outputs over it), records."""
+    outputs over it), records, and of fp8 the bank of outputs."""
     fp8, wide = kv_itemsize == 1, head_dim_qk > 128
     ring = num_stages * kv_tile * (head_dim_qk + (1 + fp8) * head_dim_vo) * kv_itemsize
     rows = cta_tile_q * ((1 if wide else 2) * head_dim_qk * kv_itemsize + (0 if wide and not fp8 else 2 * head_dim_vo))
-    return ring + rows + 2048 + 1024  # control block; alignment to the swizzle's period
+    bank = 4 * cta_tile_q * head_dim_vo if fp8 and head_dim_vo <= 128 else 0
+    return ring + rows + bank + 2048 + 1024  # control block; alignment to the swizzle's period
 
 
 def max_tile_q(head_dim_vo: int) -> int:

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "ptx/wgmma_fp8.cuh"
+#include "tile/fa3_fp8_bank.cuh"
 #include "tile/fa3_output.cuh"
 
 // Warpgroups take turns to issue products, so that one's softmax runs under the other's. Wide heads have enough products of their own.
@@ -22,8 +23,6 @@ template <int kColumns>
 struct Product<true, kColumns> {
   using Type = WgmmaFp8<kColumns>;
 };
-// fp8 products of values begin at zero in accumulators of their own, and are added in float: the adders of 8-bit products keep 14 bits.
-constexpr bool kAddApart = kQFp8;
 
 __device__ __forceinline__ void multiply_qk(Logits& s, unsigned q_tile, unsigned k_tile) {
   // Descriptors are made where they are used: kept for the whole kernel, they would not all fit in registers.
@@ -42,31 +41,22 @@ __device__ __forceinline__ void multiply_pv(Output& o, const Weights& p, unsigne
 #pragma unroll
   for (int step = 0; step < kKvTile / kStepElements; ++step) {
     int offset = kQFp8 ? step / kTurnedSteps * kTurnedBlockBytes + step % kTurnedSteps * 32 : step * kStepElements * kBlockRowBytes;
-    Product<kQFp8, kHeadDimVo>::Type::registers(o, p + step * 4, v + offset / 16, kAddApart ? step > 0 : 1);
+    Product<kQFp8, kHeadDimVo>::Type::registers(o, p + step * 4, v + offset / 16, 1);
   }
   wgmma_commit();
-}
-
-// What a product of values is taken into, and its way from there to the output; `apart` is not read before it is written.
-__device__ __forceinline__ Output& product_of(Output& o, Output& apart) { return kAddApart ? apart : o; }
-__device__ __forceinline__ void finish_product(Output& o, Output& apart) {
-  bind_registers(product_of(o, apart));
-  if constexpr (kAddApart) {
-#pragma unroll
-    for (int i = 0; i < kHeadDimVo / 2; ++i) o[i] += apart[i];
-  }
 }
 
 struct Consumer {
   const Fa3Params& params;
   Shared shared;
+  OutputBank bank;
   int index, warp;      // of the warpgroup among consumers, of the warp in it
   unsigned count = 0;   // tiles of the CTA whose products are done
   unsigned slot = 0;    // of the current segment
   unsigned num_outputs = 0;  // outputs staged
 
   __device__ __forceinline__ Consumer(const Fa3Params& params, const Shared& shared)
-      : params(params), shared(shared), index(threadIdx.x / kWarpgroupThreads - 1), warp(threadIdx.x / 32 % 4) {}
+      : params(params), shared(shared), bank(shared), index(threadIdx.x / kWarpgroupThreads - 1), warp(threadIdx.x / 32 % 4) {}
 
   __device__ __forceinline__ void begin_turn() const {
     if constexpr (kTakeTurns) named_barrier_sync(kTurnBarrier + index, 2 * kWarpgroupThreads);
@@ -133,14 +123,13 @@ struct Consumer {
 #pragma unroll 1
     for (int key_begin = work.segment.kv_begin + kKvTile; key_begin < key_end; key_begin += kKvTile) {
       float rescale[2];
-      Output apart;
       wait_full(shared, kKFull, count + 1);
       begin_turn();
       wgmma_fence();
       multiply_qk(s, q_tile, shared.k_tile(count + 1));
       wait_full(shared, kVFull, count);
       wgmma_fence();
-      multiply_pv(product_of(o, apart), p, shared.v_tile(count));
+      multiply_pv(o, p, shared.v_tile(count));
       end_turn();
       wgmma_wait<1>();
       bind_registers(s);
@@ -149,11 +138,12 @@ struct Consumer {
       update_softmax(rows, s, state, rescale);
       order_before_wait(state);
       wgmma_wait<0>();
-      finish_product(o, apart);
+      bind_registers(o);
       bind_registers(s);
       release(kVEmpty, count);
       pack_weights(s, p);
       rescale_output(o, rescale);
+      if constexpr (kBankKeys > 0) bank.deposit(key_begin - work.segment.kv_begin, o, state.max);
       ++count;
     }
     release_queries();
@@ -163,13 +153,13 @@ struct Consumer {
   __device__ __forceinline__ void end_segment(const QueuedWork& work, const Weights& p, RowState& state, Output& o) {
     wait_full(shared, kVFull, count);
     clear_unseen_values(work, last_tile(work), shared.v_tile(count));
-    Output apart;
     wgmma_fence();
-    multiply_pv(product_of(o, apart), p, shared.v_tile(count));
+    multiply_pv(o, p, shared.v_tile(count));
     wgmma_wait<0>();
-    finish_product(o, apart);
+    bind_registers(o);
     release(kVEmpty, count);
     ++count;
+    if constexpr (kBankKeys > 0) bank.withdraw(last_tile(work) - work.segment.kv_begin, o, state.max);
     if (work.segment.group < 0) {
       stage(work, o, state);
     } else {
@@ -186,11 +176,10 @@ struct Consumer {
     wait_full(shared, kKFull, count + 1);
     wait_full(shared, kVFull, count);
     clear_unseen_values(work, last_tile(work), shared.v_tile(count));
-    Output apart;
     begin_turn();
     wgmma_fence();
     multiply_qk(s, shared.q_tile(index, slot + 1), shared.k_tile(count + 1));
-    multiply_pv(product_of(o, apart), p, shared.v_tile(count));
+    multiply_pv(o, p, shared.v_tile(count));
     end_turn();
     rows = ThreadRows(params.base, following, index, warp);
     RowState finished = state;
@@ -203,11 +192,12 @@ struct Consumer {
     update_softmax(rows, s, state, rescale);
     order_before_wait(state);
     wgmma_wait<0>();
-    finish_product(o, apart);
+    bind_registers(o);
     bind_registers(s);
     release(kVEmpty, count);
     pack_weights(s, p);
     ++count;
+    if constexpr (kBankKeys > 0) bank.withdraw(last_tile(work) - work.segment.kv_begin, o, finished.max);
     stage(work, o, finished);
 #pragma unroll
     for (int i = 0; i < kHeadDimVo / 2; ++i) o[i] = 0.f;

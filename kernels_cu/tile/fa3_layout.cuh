@@ -75,11 +75,15 @@ struct Control {
   int is_last;
 };
 
+// Keys after which fp8 products are taken out of their accumulators, which hold too few bits for long sums; 0 for never.
+constexpr int kBankKeys = kQFp8 && kHeadDimVo <= 128 ? 16 * kKvTile : 0;
+
 // Byte offsets from the first multiple of 1024 in dynamic shared memory.
 constexpr int kKOffset = 0, kVOffset = kKOffset + kNumStages * kKBytes, kVCopyOffset = kVOffset + kNumStages * kVBytes;
 constexpr int kQOffset = kVCopyOffset + (kQFp8 ? kNumStages * kVBytes : 0);
 constexpr int kOOffset = kOutputsApart ? kQOffset + kConsumers * kQBuffers * kQBytes : kQOffset;
-constexpr int kControlOffset = kOutputsApart ? kOOffset + kConsumers * kOBytes : kQOffset + kConsumers * kQBytes;
+constexpr int kBankOffset = kOutputsApart ? kOOffset + kConsumers * kOBytes : kQOffset + kConsumers * kQBytes;
+constexpr int kControlOffset = kBankOffset + (kBankKeys > 0 ? kConsumers * kWarpgroupRows * kHeadDimVo * 4 : 0);
 constexpr int kControlBytes = 2048, kAlignmentSlack = 1024;
 
 static_assert(sizeof(Control) <= kControlBytes, "the control block has outgrown its place");
@@ -131,7 +135,7 @@ __device__ __forceinline__ void init_barriers(const Shared& shared) {
   for (int stage = 0; stage < kNumStages; ++stage) {
     mbarrier_init(shared.barrier(kKFull + stage), 1), mbarrier_init(shared.barrier(kKEmpty + stage), kConsumers);
     mbarrier_init(shared.barrier(kVFull + stage), 1), mbarrier_init(shared.barrier(kVEmpty + stage), kConsumers);
-    mbarrier_init(shared.barrier(kVCopied + stage), 1);
+    if (kQFp8) mbarrier_init(shared.barrier(kVCopied + stage), 1);
   }
   for (int slot = 0; slot < kWorkSlots; ++slot) {
     mbarrier_init(shared.barrier(kWorkFull + slot), 1), mbarrier_init(shared.barrier(kWorkEmpty + slot), kWorkReaders);

@@ -135,7 +135,7 @@ def test_types_that_do_not_go_together(options: dict[str, Any], error: type[Exce
 
 def test_decode_takes_no_fp8_queries() -> None:
     wrapper = cupyinfer.BatchDecodeWithPagedKVCacheWrapper(backend="host")
-    with pytest.raises(ArgumentTypeError, match="^q_data_type: got 'float8_e4m3fn', expected one of float16, bfloat16$"):
+    with pytest.raises(ArgumentTypeError, match=r"^q_data_type: got 'float8_e4m3fn', expected one of float16, bfloat16$"):
         wrapper.workspace_size([0, 1], [0], [1], 4, 2, 64, 1, q_data_type="float8_e4m3fn")
 
 
@@ -155,15 +155,15 @@ def test_a_wrong_factor_of_q(scale: Any, error: type[Exception], message: str) -
 
 def test_16_bit_queries_take_no_factor_per_head() -> None:
     arrays = [array.astype(np.float16) for array in _arrays()]
-    with pytest.raises(ArgumentError, match="^q_scale: got an array, float16 queries take one float"):
+    with pytest.raises(ArgumentError, match=r"^q_scale: got an array, float16 queries take one float"):
         _planned(q_data_type="float16").run(*arrays, q_scale=np.ones(4, np.float32))
 
 
 def test_arrays_of_another_type_than_planned() -> None:
     q, k, v = _arrays()
-    with pytest.raises(ArgumentTypeError, match="^q: got float16, the plan is for float8_e4m3fn or uint8$"):
+    with pytest.raises(ArgumentTypeError, match=r"^q: got float16, the plan is for float8_e4m3fn or uint8$"):
         _planned(**E4M3).run(q.astype(np.float16), k, v)
-    with pytest.raises(ArgumentTypeError, match="^q: got float8_e4m3fn, the plan is for float16$"):
+    with pytest.raises(ArgumentTypeError, match=r"^q: got float8_e4m3fn, the plan is for float16$"):
         _planned(q_data_type="float16").run(q, k.astype(np.float16), v.astype(np.float16))
-    with pytest.raises(ArgumentTypeError, match="^out: got float32, expected float16, as the plan says$"):
+    with pytest.raises(ArgumentTypeError, match=r"^out: got float32, expected float16, as the plan says$"):
         _planned(**E4M3).run(q, k, v, out=np.empty((5, 4, 64), np.float32))
