@@ -140,7 +140,7 @@ def fa3_smem_bytes(cta_tile_q: int, kv_tile: int, num_stages: int, head_dim_qk: 
     """Shared memory of an fa3 kernel: K/V ring, two query tiles and an output tile (wide heads: one, outputs over it), records."""
     ring = num_stages * kv_tile * (head_dim_qk + head_dim_vo) * 2
     rows = cta_tile_q * (2 * head_dim_qk + head_dim_vo if head_dim_qk <= 128 else head_dim_qk) * 2
-    return ring + rows + 2048 + 1024  # control block; alignment to the swizzle's period
+    return ring + rows + 1024 + cta_tile_q * 8 + 1024  # control block; alignment to the swizzle's period
 
 
 def max_tile_q(head_dim_vo: int) -> int:

@@ -24,7 +24,7 @@ extern "C" __global__ void __launch_bounds__(kCtaThreads, 1) attention(const __g
     } else if (warp == kVWarp) {
       produce_v(params, shared);
     } else {
-      carry_rows(params.base, shared, warp - kFirstRowsWarp);
+      carry_rows(params.base, shared, (warp - kFirstRowsWarp) * kRowsOfWarp);
     }
   } else {
     take_registers<kConsumerRegisters>();

@@ -16,12 +16,14 @@ constexpr int kWarpgroupThreads = 128, kWarpgroupRows = 64, kWarpRows = 16;
 constexpr int kConsumers = kCtaTileQ / kWarpgroupRows;
 constexpr int kConsumerThreads = kConsumers * kWarpgroupThreads, kConsumerWarps = kConsumerThreads / 32;
 constexpr int kCtaThreads = kNumWarps * 32;
-// Warps of warpgroup 0: one copies K and hands out segments, one copies V, and one per consumer carries its queries and outputs.
-constexpr int kKWarp = 0, kVWarp = 1, kFirstRowsWarp = 2;
+// Warps of warpgroup 0: one copies K and hands out segments, one copies V, and two carry queries and outputs, each half of the rows of
+// every consumer.
+constexpr int kKWarp = 0, kVWarp = 1, kFirstRowsWarp = 2, kRowsWarps = 2, kRowsOfWarp = kWarpgroupRows / kRowsWarps;
 // Warps that read a published segment: all but the one that publishes.
-constexpr int kWorkReaders = kConsumerWarps + 1 + kConsumers;
+constexpr int kWorkReaders = kConsumerWarps + 1 + kRowsWarps;
 // Registers of a thread after warpgroups have shared them out anew; together they are what the CTA starts with.
-constexpr int kProducerRegisters = kHeadDimVo <= 64 ? 72 : 56, kConsumerRegisters = kHeadDimVo <= 64 ? 216 : 224;
+constexpr int kProducerRegisters = kConsumers == 3 ? 32 : kHeadDimVo <= 64 ? 72 : 56;
+constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : kHeadDimVo <= 64 ? 216 : 224;
 
 // Operand tiles lie as blocks of 64 columns, 128 bytes to a row, in the 128-byte swizzle that copies and products share.
 constexpr int kBlockColumns = 64, kBlockRowBytes = 128;
@@ -58,6 +60,7 @@ enum Barrier { kKFull = 0, kKEmpty = kKFull + kNumStages, kVFull = kKEmpty + kNu
 struct Control {
   unsigned long long barriers[kNumBarriers];
   QueuedWork works[kWorkSlots];
+  WorkCursor<false> cursor;       // of the warp that publishes, which has no registers to spare
   float order[kConsumerThreads];  // written so that exponentials come before a wait, never read
   int is_last;
 };
@@ -66,14 +69,13 @@ struct Control {
 constexpr int kKOffset = 0, kVOffset = kKOffset + kNumStages * kKBytes, kQOffset = kVOffset + kNumStages * kVBytes;
 constexpr int kOOffset = kJoinSegments ? kQOffset + kConsumers * kQBuffers * kQBytes : kQOffset;
 constexpr int kControlOffset = kJoinSegments ? kOOffset + kConsumers * kOBytes : kQOffset + kConsumers * kQBytes;
-constexpr int kControlBytes = 2048, kAlignmentSlack = 1024;
+constexpr int kControlBytes = 1024 + kCtaTileQ * 8, kAlignmentSlack = 1024;
 
 static_assert(sizeof(Control) <= kControlBytes, "the control block has outgrown its place");
 static_assert(kSmemBytes == kControlOffset + kControlBytes + kAlignmentSlack, "fa3_smem_bytes in cupyinfer/schedule/tiles.py says otherwise");
-static_assert(kConsumers == 2, "warpgroup 0 has a warp for the rows of each of two consumers");
+static_assert(kConsumers == 2 || kConsumers == 3, "registers are shared out among so many");
 static_assert(kCtaTileQ % kWarpgroupRows == 0 && kCtaThreads == kConsumerThreads + kWarpgroupThreads, "a consumer per 64 rows, and a producer");
 static_assert(kHeadDimQk % kBlockColumns == 0 && kHeadDimVo % kBlockColumns == 0 && kKvTile % 16 == 0, "tiles are whole blocks");
-static_assert(kNumStages == 2, "stages are counted with one bit");
 
 __device__ __forceinline__ int lane_idx() { return threadIdx.x % 32; }
 
@@ -119,10 +121,10 @@ __device__ __forceinline__ void init_barriers(const Shared& shared) {
     mbarrier_init(shared.barrier(kWorkFull + slot), 1), mbarrier_init(shared.barrier(kWorkEmpty + slot), kWorkReaders);
   }
   for (int buffer = 0; buffer < kConsumers * kQBuffers; ++buffer) {
-    mbarrier_init(shared.barrier(kQFull + buffer), 32), mbarrier_init(shared.barrier(kQEmpty + buffer), 1);
+    mbarrier_init(shared.barrier(kQFull + buffer), kRowsWarps * 32), mbarrier_init(shared.barrier(kQEmpty + buffer), 1);
   }
   for (int consumer = 0; consumer < kConsumers; ++consumer) {
-    mbarrier_init(shared.barrier(kOFull + consumer), kWarpgroupThreads / 32), mbarrier_init(shared.barrier(kOEmpty + consumer), 1);
+    mbarrier_init(shared.barrier(kOFull + consumer), kWarpgroupThreads / 32), mbarrier_init(shared.barrier(kOEmpty + consumer), kRowsWarps);
   }
   mbarrier_init_fence();
 }

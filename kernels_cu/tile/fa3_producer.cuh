@@ -8,26 +8,32 @@
 struct SegmentKeys {
   int kv_begin, kv_end, first_seen, kv_base, kv_head;
   bool valid;
+
+  SegmentKeys() = default;
+  __device__ __forceinline__ explicit SegmentKeys(const QueuedWork& work)
+      : kv_begin(work.segment.kv_begin), kv_end(work.segment.kv_end), first_seen(work.segment.first_seen), kv_base(work.tile.kv_base),
+        kv_head(work.segment.kv_head), valid(work.valid) {}
 };
 
 // Publish the next segment in slot `count` of the work ring.
-__device__ __forceinline__ SegmentKeys publish_next(const AttentionParams& params, const Shared& shared, WorkCursor<false>& cursor, unsigned count) {
-  Tile tile = {};
-  Segment segment = {};
-  bool valid = cursor.next(params, tile, segment);
-  MergeGroup group = valid ? load_merge_group(params, segment) : MergeGroup{0, 0};
+__device__ __forceinline__ void publish_next(const AttentionParams& params, const Shared& shared, unsigned count) {
   unsigned slot = count % kWorkSlots, phase = count / kWorkSlots & 1;
   mbarrier_sleep(shared.barrier(kWorkEmpty + slot), phase ^ 1);
   QueuedWork& work = shared.control->works[slot];
-  if (lane_idx() == 0) work.tile = tile, work.segment = segment, work.group = group, work.valid = valid;
-  if (lane_idx() < kConsumers) {
-    int first_row = lane_idx() * kWarpgroupRows, last_row = max(first_row, min(first_row + kWarpgroupRows, tile.num_rows) - 1);
-    work.seen_from[lane_idx()] = make_row(params, tile, segment.kv_head, last_row).lo;
-    work.seen_to[lane_idx()] = min(make_row(params, tile, segment.kv_head, first_row).hi, segment.kv_end - 1);
+  if (lane_idx() == 0) {
+    WorkCursor<false>& cursor = shared.control->cursor;
+    work.segment.kv_begin = work.segment.kv_end = 0;
+    work.valid = cursor.next(params, work.tile, work.segment);
+    if (work.valid) work.group = load_merge_group(params, work.segment);
+  }
+  __syncwarp();
+  if (lane_idx() < kConsumers && work.valid) {
+    int first_row = lane_idx() * kWarpgroupRows, last_row = max(first_row, min(first_row + kWarpgroupRows, work.tile.num_rows) - 1);
+    work.seen_from[lane_idx()] = make_row(params, work.tile, work.segment.kv_head, last_row).lo;
+    work.seen_to[lane_idx()] = min(make_row(params, work.tile, work.segment.kv_head, first_row).hi, work.segment.kv_end - 1);
   }
   __syncwarp();
   if (lane_idx() == 0) mbarrier_arrive(shared.barrier(kWorkFull + slot));
-  return {segment.kv_begin, segment.kv_end, segment.first_seen, tile.kv_base, segment.kv_head, valid};
 }
 
 // Where the box of this lane lies for the tile that starts at `key_begin`: page and slot of its first key. Boxes without a key that the
@@ -70,15 +76,17 @@ __device__ __forceinline__ void copy_tile(const Fa3Params& params, const TensorM
 
 // Copy every K tile of the CTA, and publish its segments.
 __device__ __forceinline__ void produce_k(const Fa3Params& params, const Shared& shared) {
-  WorkCursor<false> cursor(params.base);
-  if (lane_idx() == 0) tma_prefetch_map(params.k);
-  unsigned num_published = 0, count = 0;
+  if (lane_idx() == 0) {
+    tma_prefetch_map(params.k);
+    shared.control->cursor = WorkCursor<false>(params.base);
+  }
+  unsigned count = 0;
   int num_boxes = boxes_per_tile(params);
   // Before the first segment, one without keys: publishing has one place, behind the first tile of the segment before.
-  SegmentKeys keys = {0, 0, 0, 0, 0, true};
+  SegmentKeys keys = {};
+  keys.valid = true;
 #pragma unroll 1
-  while (keys.valid) {
-    SegmentKeys following = {};
+  for (unsigned slot = 0; keys.valid; ++slot) {
     BoxOrigin origin(params, keys, keys.kv_begin);
     int key_begin = keys.kv_begin;
 #pragma unroll 1
@@ -92,10 +100,10 @@ __device__ __forceinline__ void produce_k(const Fa3Params& params, const Shared&
         ++count;
       }
       // Records of the next segment are read while the first tile of this one travels.
-      if (key_begin == keys.kv_begin) following = publish_next(params.base, shared, cursor, num_published++);
+      if (key_begin == keys.kv_begin) publish_next(params.base, shared, slot);
       key_begin += kKvTile;
     } while (key_begin < keys.kv_end);
-    keys = following;
+    keys = SegmentKeys(shared.control->works[slot % kWorkSlots]);
   }
 }
 
@@ -107,7 +115,7 @@ __device__ __forceinline__ void produce_v(const Fa3Params& params, const Shared&
 #pragma unroll 1
   for (unsigned slot = 0;; ++slot) {
     const QueuedWork& work = wait_for_work(shared, slot);
-    SegmentKeys keys = {work.segment.kv_begin, work.segment.kv_end, work.segment.first_seen, work.tile.kv_base, work.segment.kv_head, work.valid};
+    SegmentKeys keys(work);
     release_work(shared, slot);
     if (!keys.valid) return;
     BoxOrigin origin(params, keys, keys.kv_begin);

@@ -64,7 +64,7 @@ __device__ __forceinline__ void finish_logits(const AttentionParams& params, con
   }
   if (key_begin < work.seen_from[consumer] || key_begin + kKvTile - 1 > work.seen_to[consumer]) {
     // Few tiles come here, so where accumulators fill the registers the bounds are found anew.
-    ThreadRows bounds = kHeadDimVo > 128 ? ThreadRows(params, work, consumer, threadIdx.x / 32 % 4) : rows;
+    ThreadRows bounds = kHeadDimVo > 128 || kConsumers == 3 ? ThreadRows(params, work, consumer, threadIdx.x / 32 % 4) : rows;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       int lo = bounds.lo[r] - lane_key, hi = bounds.hi[r] - lane_key;
