@@ -13,8 +13,6 @@ constexpr bool kTransformLogits = kSoftCap || kAlibi;
 constexpr float kNoMax = -1e30f;
 // Growth of a row's maximum, in powers of two, that exponentials take on before sums and output are rescaled. Half holds 2^8.
 constexpr float kLazyGrowth = 8.f;
-// One in so many pairs of accumulators is a polynomial (0: none).
-constexpr int kPolynomialEvery = 0;
 // A scale of zero would turn a masked -inf into NaN.
 constexpr float kLeastScale = 1e-30f;
 
@@ -82,19 +80,6 @@ __device__ __forceinline__ void finish_logits(const AttentionParams& params, con
   }
 }
 
-constexpr bool is_polynomial(int i) { return kPolynomialEvery > 0 && i / 4 % (kPolynomialEvery > 0 ? kPolynomialEvery : 1) == 0; }
-
-constexpr float kLeastExponent = 127.f, kExponentRange = 256.f;
-constexpr float kRoundingShift = 12582912.f - kLeastExponent;
-
-// 2^x of x = kExponentRange * fraction - kLeastExponent.
-__device__ __forceinline__ float polynomial_ex2(float fraction) {
-  float shifted = fmaf(fraction, kExponentRange, kRoundingShift);
-  float rest = fmaf(fraction, kExponentRange, kRoundingShift - shifted);
-  float power = fmaf(fmaf(fmaf(0.055008933f, rest, 0.24221097f), rest, 0.6932829f), rest, 1.f);
-  return __int_as_float(__float_as_int(power) + (__float_as_int(shifted) << 23));
-}
-
 // Take the logits of a tile into the running maximum and sum, and make them exponentials. `rescale` brings what was summed before to
 // the new maximum.
 __device__ __forceinline__ void update_softmax(const ThreadRows& rows, Logits& s, RowState& state, float (&rescale)[2]) {
@@ -117,11 +102,7 @@ __device__ __forceinline__ void update_softmax(const ThreadRows& rows, Logits& s
   }
 #pragma unroll
   for (int i = 0; i < kKvTile / 2; ++i) {
-    if (is_polynomial(i)) {
-      s[i] = polynomial_ex2(__saturatef(fmaf(s[i], scale / kExponentRange, (kLeastExponent - state.max[i / 2 % 2]) / kExponentRange)));
-    } else {
-      s[i] = ex2(fmaf(s[i], scale, -state.max[i / 2 % 2]));
-    }
+    s[i] = ex2(fmaf(s[i], scale, -state.max[i / 2 % 2]));
     if (i < 4) {
       sum[i / 2][i % 2] = s[i];
     } else {
