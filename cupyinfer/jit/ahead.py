@@ -64,8 +64,9 @@ def standard_variants() -> tuple[KernelVariant, ...]:
 def fa3_variants() -> tuple[AttentionVariant, ...]:
     """The Hopper kernels that plain prefill needs, paged and ragged; they exist for `cupyinfer.schedule.tiles.FA3_ARCH` alone."""
     return tuple(
-        AttentionVariant(dtype, dtype, head_dim_qk, head_dim_vo, cta_tile_q, paged, backend="fa3")
-        for dtype, ((head_dim_qk, head_dim_vo), (cta_tile_q, _)), paged in itertools.product(HALF_TYPES, FA3_TILES.items(), (True, False))
+        AttentionVariant(dtype, dtype, head_dim_qk, head_dim_vo, cta_tile_q, paged, backend="fa3", kv_tile=kv_tile)
+        for dtype, ((head_dim_qk, head_dim_vo), (cta_tile_q, kv_tiles)), paged in itertools.product(HALF_TYPES, FA3_TILES.items(), (True, False))
+        for kv_tile in kv_tiles
     )
 
 

@@ -31,6 +31,7 @@ class AttentionVariant:
         pos_encoding: one of POS_ENCODINGS.
         user: CUDA source that changes the attention, or None.
         backend: "fa2", or "fa3" for the Hopper prefill kernel.
+        kv_tile: keys per tile of an fa3 kernel, by default the first choice of FA3_TILES; None for fa2, whose tiles follow.
     """
 
     q_dtype: str
@@ -44,6 +45,7 @@ class AttentionVariant:
     pos_encoding: str = "NONE"
     user: UserVariant | None = None
     backend: str = "fa2"
+    kv_tile: int | None = None
 
     def __post_init__(self) -> None:
         if self.q_dtype not in HALF_TYPES:
@@ -54,8 +56,12 @@ class AttentionVariant:
             )
         check_head_dims(self.head_dim_qk, self.head_dim_vo)
         if self.backend == "fa3":
-            if self.cta_tile_q != fa3_tile_config(self.head_dim_qk, self.head_dim_vo).cta_tile_q:
-                raise ArgumentError(f"cta_tile_q: got {self.cta_tile_q}, fa3 has one tile per head_dim")
+            config = fa3_tile_config(self.head_dim_qk, self.head_dim_vo, self.kv_tile)
+            if self.cta_tile_q != config.cta_tile_q:
+                raise ArgumentError(f"cta_tile_q: got {self.cta_tile_q}, fa3 has tiles of {config.cta_tile_q} rows at this head_dim")
+            object.__setattr__(self, "kv_tile", config.kv_tile)  # one value per kernel, whether it was named or not
+        elif self.kv_tile is not None:
+            raise ArgumentError(f"kv_tile: got {self.kv_tile}, fa2 has no choice of keys per tile")
         elif self.cta_tile_q not in CTA_TILE_Q or self.cta_tile_q > max_tile_q(self.head_dim_vo):
             raise ArgumentError(
                 f"cta_tile_q: got {self.cta_tile_q}, a tile at head_dim_vo {self.head_dim_vo} has 16 to {max_tile_q(self.head_dim_vo)} rows"
@@ -64,7 +70,7 @@ class AttentionVariant:
             raise ArgumentError(f"pos_encoding_mode: got {self.pos_encoding}, expected one of {', '.join(POS_ENCODINGS)}")
 
     def __str__(self) -> str:
-        name = f"{self.backend}_q{self.cta_tile_q}_{self.q_dtype}"
+        name = f"{self.backend}_q{self.cta_tile_q}" + (f"x{self.kv_tile}" if self.kv_tile is not None else "") + f"_{self.q_dtype}"
         name += f"_kv{self.kv_dtype}" if self.kv_dtype != self.q_dtype else ""
         name += f"_d{self.head_dim_qk}" + (f"x{self.head_dim_vo}" if self.head_dim_vo != self.head_dim_qk else "")
         name += "_paged" if self.paged else "_ragged"
@@ -76,7 +82,7 @@ class AttentionVariant:
     def tile_config(self, smem_per_sm: int, smem_per_cta: int) -> TileConfig:
         """Tile shape of this kernel on a GPU with that much shared memory."""
         if self.backend == "fa3":
-            return fa3_tile_config(self.head_dim_qk, self.head_dim_vo)
+            return fa3_tile_config(self.head_dim_qk, self.head_dim_vo, self.kv_tile)
         return tile_config(self.cta_tile_q, self.head_dim_qk, self.head_dim_vo, itemsize(self.kv_dtype), smem_per_sm, smem_per_cta)
 
 

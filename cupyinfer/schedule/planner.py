@@ -16,7 +16,17 @@ from cupyinfer.schedule.layout import RegionCounts, lay_out, measure
 from cupyinfer.schedule.plan_info import DecodePlanInfo, PlanInfo, PrefillPlanInfo
 from cupyinfer.schedule.profile import DeviceProfile
 from cupyinfer.schedule.schedule import Schedule, SplitPolicy, make_schedule, make_split_policy
-from cupyinfer.schedule.tiles import FA3_ARCH, FA3_TILES, TileConfig, check_head_dims, fa3_tile_config, max_tile_q, tile_config
+from cupyinfer.schedule.tiles import (
+    FA3_ARCH,
+    FA3_TILES,
+    TileConfig,
+    check_head_dims,
+    fa3_kv_tile,
+    fa3_kv_tiles,
+    fa3_tile_config,
+    max_tile_q,
+    tile_config,
+)
 from cupyinfer.schedule.tiling import KeySpan, choose_tile_q, make_tiles, tile_q_for_rows
 from cupyinfer.workspace import AlignedAllocator, WorkspaceSize
 
@@ -66,10 +76,15 @@ class PlanShape:
         """True when a request's result must not depend on the rest of the batch."""
         return self.disable_split_kv or self.fixed_split_size is not None
 
-    def config(self, cta_tile_q: int, profile: DeviceProfile) -> TileConfig:
-        """Tile shape of the kernel with that many rows per tile on a GPU."""
+    @property
+    def kv_tiles(self) -> tuple[int, ...]:
+        """Keys per tile among which fa3 chooses by the batch. A choice that must not depend on the batch is the first."""
+        return fa3_kv_tiles(self.head_dim_qk, self.head_dim_vo, self.page_size)
+
+    def config(self, cta_tile_q: int, profile: DeviceProfile, kv_tile: int | None = None) -> TileConfig:
+        """Tile shape of the kernel with that many rows per tile on a GPU; for fa3 also with that many keys, by default the first choice."""
         if self.backend == "fa3":
-            return fa3_tile_config(self.head_dim_qk, self.head_dim_vo)
+            return fa3_tile_config(self.head_dim_qk, self.head_dim_vo, self.kv_tiles[0] if kv_tile is None else kv_tile)
         return tile_config(cta_tile_q, self.head_dim_qk, self.head_dim_vo, self.kv_itemsize, profile.smem_per_sm, profile.smem_per_cta)
 
     def policy(self, kv_tile: int) -> SplitPolicy:
@@ -219,6 +234,11 @@ def draft_plan(
     tile_q = shape.tile_q(geometry, graph_limits)
     config = shape.config(tile_q, profile)
     tiles = make_tiles(geometry, shape.group_size, tile_q, config.kv_tile, shape.span, mask_begin)
+    if shape.backend == "fa3" and graph_limits is None and not shape.invariant:
+        kv_tile = fa3_kv_tile(shape.kv_tiles, tiles[:, 5] - tiles[:, 4])
+        if kv_tile != config.kv_tile:
+            config = shape.config(tile_q, profile, kv_tile)
+            tiles = make_tiles(geometry, shape.group_size, tile_q, kv_tile, shape.span, mask_begin)
     # Half of L2 for keys and values: queries and outputs stream through the rest.
     keys_in_l2 = profile.l2_bytes // 2 // (shape.num_kv_heads * (shape.head_dim_qk + shape.head_dim_vo) * shape.kv_itemsize)
     schedule = make_schedule(

@@ -9,22 +9,23 @@ __device__ __forceinline__ int thread_row(int consumer, int warp, int r) {
   return consumer * kWarpgroupRows + warp * kWarpRows + lane_idx() / 4 + r * 8;
 }
 
-// Final rows of one warp to where warpgroup 0 fetches them.
+// Final rows of one warp to its consumer's buffer, where warpgroup 0 fetches them.
 __device__ __forceinline__ void stage_rows(const AttentionParams& params, const QueuedWork& work, const Output& o, RowState& state, int consumer, int warp,
-                                           unsigned char* staging) {
+                                           unsigned buffer) {
   int lane = lane_idx(), c = lane % 4;
   reduce_rows(state);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    int row_in_tile = thread_row(consumer, warp, r), row_in_warp = lane / 4 + r * 8;
+    int row_in_tile = thread_row(consumer, warp, r), row_in_buffer = warp * kWarpRows + lane / 4 + r * 8;
     bool valid = row_in_tile < work.tile.num_rows;
     Row row = make_row(params, work.tile, work.segment.kv_head, valid ? row_in_tile : 0);
     RowFinish finish = finish_row(params, row, work.segment.kv_head, state.max[r], state.sum[r]);
 #pragma unroll
     for (int chunk = 0; chunk < kHeadDimVo / 8; ++chunk) {
       int i = chunk * 4 + r * 2;
-      *reinterpret_cast<unsigned*>(staging + Swizzle<kORowBytes>::offset(row_in_warp, chunk) + c * 4) =
-          pack_pair<kQElement>(o[i] * finish.scale, o[i + 1] * finish.scale);
+      asm volatile("st.shared.u32 [%0], %1;" ::"r"(buffer + row_chunk_offset(row_in_buffer, chunk) + c * 4),
+                   "r"(pack_pair<kQElement>(o[i] * finish.scale, o[i + 1] * finish.scale))
+                   : "memory");
     }
     if (valid && c == 0) store_lse(params, work.tile, row, finish.lse);
   }

@@ -149,7 +149,8 @@ def _kernels(shape: ModelShape, memory: Memory) -> set[KernelVariant]:
     }
     variants |= {prefill.variant(tile_q, False) for tile_q in CTA_TILE_Q if tile_q <= max_tile_q(shape.head_dim)}
     if memory.backend == "auto" and fa3_problem(prefill, memory.profile.arch, False) is None:
-        variants.add(prefill.variant(fa3_tile_config(shape.head_dim, shape.head_dim).cta_tile_q, False, backend="fa3"))
+        rows = fa3_tile_config(shape.head_dim, shape.head_dim).cta_tile_q
+        variants |= {prefill.variant(rows, False, "fa3", kv_tile) for kv_tile in prefill.fa3_shape.kv_tiles}
     return variants
 
 
