@@ -25,8 +25,8 @@ def fa3_problem(options: AttentionOptions, arch: str, custom_mask: bool) -> str 
     widths = options.head_dim_qk, options.head_dim_vo
     if widths not in FA3_TILES:
         return f"has no tile for head_dim {widths[0]} (head_dim_vo {widths[1]})"
-    if options.paged and (options.page_size == 1 or not fa3_kv_tiles(*widths, options.page_size)):
-        tiles = " or ".join(map(str, FA3_TILES[widths][1]))
+    if options.paged and (options.page_size == 1 or not options.shape.kv_tiles):
+        tiles = " or ".join(map(str, fa3_kv_tiles(*widths, 1, options.shape.plain_logits)))
         return f"needs pages of a multiple of {FA3_LEAST_PAGE} keys that divide {tiles} or are a multiple of it, got {options.page_size}"
     return None
 

@@ -143,6 +143,7 @@ class AttentionOptions:
             KeySpan(self.causal, self.window_left),
             self.fixed_split_size,
             self.disable_split_kv,
+            plain_logits=self.logits_soft_cap == 0 and self.pos_encoding_mode != "ALIBI",
         )
 
     @cached_property

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from cupyinfer.dtypes import FP8_TYPES, HALF_TYPES, itemsize
 from cupyinfer.errors import ArgumentError
 from cupyinfer.jit.user_variant import UserVariant
-from cupyinfer.schedule.tiles import CTA_TILE_Q, TileConfig, check_head_dims, fa3_tile_config, max_tile_q, tile_config
+from cupyinfer.schedule.tiles import CTA_TILE_Q, TileConfig, check_head_dims, fa3_kv_tiles, fa3_tile_config, max_tile_q, tile_config
 
 POS_ENCODINGS = ("NONE", "ROPE_LLAMA", "ALIBI")
 #: Kernels around attention: cache append and its index arithmetic, merging of attention states.
@@ -59,6 +59,9 @@ class AttentionVariant:
             config = fa3_tile_config(self.head_dim_qk, self.head_dim_vo, self.kv_tile)
             if self.cta_tile_q != config.cta_tile_q:
                 raise ArgumentError(f"cta_tile_q: got {self.cta_tile_q}, fa3 has tiles of {config.cta_tile_q} rows at this head_dim")
+            plain_logits = not self.soft_cap and self.pos_encoding == "NONE"
+            if config.kv_tile not in fa3_kv_tiles(self.head_dim_qk, self.head_dim_vo, 1, plain_logits):
+                raise ArgumentError(f"kv_tile: got {self.kv_tile}, a tile of so many keys is for plain logits, without soft cap and ALiBi")
             object.__setattr__(self, "kv_tile", config.kv_tile)  # one value per kernel, whether it was named or not
         elif self.kv_tile is not None:
             raise ArgumentError(f"kv_tile: got {self.kv_tile}, fa2 has no choice of keys per tile")

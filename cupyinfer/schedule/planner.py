@@ -47,6 +47,7 @@ class PlanShape:
         fixed_split_size: pages (ragged: keys) per part, or None.
         disable_split_kv: keep every unit in one CTA.
         backend: the kernels planned for, "fa2" or "fa3".
+        plain_logits: neither a soft cap nor ALiBi changes the logits.
     """
 
     decode: bool
@@ -60,6 +61,7 @@ class PlanShape:
     fixed_split_size: int | None = None
     disable_split_kv: bool = False
     backend: str = "fa2"
+    plain_logits: bool = True
 
     def __post_init__(self) -> None:
         check_heads(self.num_qo_heads, self.num_kv_heads)
@@ -79,7 +81,7 @@ class PlanShape:
     @property
     def kv_tiles(self) -> tuple[int, ...]:
         """Keys per tile among which fa3 chooses by the batch. A choice that must not depend on the batch is the first."""
-        return fa3_kv_tiles(self.head_dim_qk, self.head_dim_vo, self.page_size)
+        return fa3_kv_tiles(self.head_dim_qk, self.head_dim_vo, self.page_size, self.plain_logits)
 
     def config(self, cta_tile_q: int, profile: DeviceProfile, kv_tile: int | None = None) -> TileConfig:
         """Tile shape of the kernel with that many rows per tile on a GPU; for fa3 also with that many keys, by default the first choice."""
@@ -286,7 +288,7 @@ def bound(
     """Bytes that suffice for every batch within `limits`, with or without CUDA graphs."""
     float_bytes = int_bytes = 0
     shapes = [shape]
-    if profile.arch == FA3_ARCH and not shape.decode and (shape.head_dim_qk, shape.head_dim_vo) in FA3_TILES:
+    if profile.arch == FA3_ARCH and not shape.decode and (shape.head_dim_qk, shape.head_dim_vo) in FA3_TILES and shape.kv_tiles:
         shapes.append(replace(shape, backend="fa3"))
     for one in shapes:
         for tile_q in one.possible_tile_qs():

@@ -28,7 +28,8 @@ _STATIC_SMEM = 384
 
 #: Tiles of the fa3 kernels, (query rows, choices of keys) by (head_dim_qk, head_dim_vo): two consumer warpgroups of 64 rows, and as many
 #: keys as leave two K/V stages room in 227 KB and the logits and weights of a tile room in 224 registers beside the output; first a power
-#: of two, so that pages of any power of two fit (at head_dim 256 plain logits would leave room for 80 keys, capped ones not).
+#: of two, so that pages of any power of two fit (at head_dim 256 plain logits would leave room for 80 keys, capped ones not). A second
+#: choice is for plain logits alone: registers have no room for what a soft cap or ALiBi needs.
 FA3_TILES = {(64, 64): (128, (128,)), (128, 128): (128, (128, 160)), (192, 128): (128, (128,)), (256, 256): (128, (64,))}
 FA3_ARCH = "sm_90a"
 _FA3_STAGES = 2
@@ -167,15 +168,18 @@ def fa3_box_rows(page_size: int, kv_tile: int) -> int | None:
 
 
 @cache
-def fa3_kv_tiles(head_dim_qk: int, head_dim_vo: int, page_size: int) -> tuple[int, ...]:
+def fa3_kv_tiles(head_dim_qk: int, head_dim_vo: int, page_size: int, plain_logits: bool) -> tuple[int, ...]:
     """Choices of keys per tile that fit a cache's pages.
 
     Args:
         head_dim_qk: width of queries and keys, with `head_dim_vo` one of FA3_TILES.
         head_dim_vo: width of values and outputs.
         page_size: keys per page, 1 for ragged caches.
+        plain_logits: neither a soft cap nor ALiBi changes them.
     """
     choices = FA3_TILES[head_dim_qk, head_dim_vo][1]
+    if not plain_logits:
+        choices = choices[:1]
     return choices if page_size == 1 else tuple(tile for tile in choices if fa3_box_rows(page_size, tile) is not None)
 
 

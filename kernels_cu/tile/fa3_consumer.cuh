@@ -146,7 +146,7 @@ struct Consumer {
     } else {
       hand_back_buffer();
       write_part(params.base, work, o, state, index, warp);
-      finish_part_of_group<ConsumerThreads>(params.base, work.tile, work.segment, work.group, &shared.control->is_last);
+      if (arrive_part<ConsumerThreads>(params.base, work.segment, work.group, &shared.control->is_last)) merge_rows(params.base, work);
     }
   }
 
@@ -192,7 +192,7 @@ struct Consumer {
 
   __device__ __forceinline__ void wait_for_queries(unsigned some_slot) const {
     mbarrier_sleep(shared.barrier(kQFull + shared.q_buffer(index, some_slot)), some_slot / kQBuffers & 1);
-    fence_async_proxy();
+    if (!params.q_boxes) fence_async_proxy();
   }
   // The warp needs the current segment's queries no more.
   __device__ __forceinline__ void hand_back_buffer() const {

@@ -50,6 +50,9 @@ struct RowState {
   float sum[2];  // this thread's share of the sum of exponentials
 };
 
+// Few tiles need the bounds of a thread's rows, so where accumulators fill the registers they are found anew each time.
+constexpr bool kBoundsAnew = kHeadDimVo > 128 || kConsumers == 3;
+
 // Raw products to logits: soft cap and ALiBi, then -inf for the keys that a row does not see.
 __device__ __forceinline__ void finish_logits(const AttentionParams& params, const QueuedWork& work, int consumer, const ThreadRows& rows, int key_begin, Logits& s) {
   int lane_key = key_begin + lane_idx() % 4 * 2;
@@ -63,8 +66,7 @@ __device__ __forceinline__ void finish_logits(const AttentionParams& params, con
     }
   }
   if (key_begin < work.seen_from[consumer] || key_begin + kKvTile - 1 > work.seen_to[consumer]) {
-    // Few tiles come here, so where accumulators fill the registers the bounds are found anew.
-    ThreadRows bounds = kHeadDimVo > 128 || kConsumers == 3 ? ThreadRows(params, work, consumer, threadIdx.x / 32 % 4) : rows;
+    ThreadRows bounds = kBoundsAnew ? ThreadRows(params, work, consumer, threadIdx.x / 32 % 4) : rows;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       int lo = bounds.lo[r] - lane_key, hi = bounds.hi[r] - lane_key;

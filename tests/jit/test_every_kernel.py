@@ -49,12 +49,12 @@ def feature_variants() -> tuple[AttentionVariant, ...]:
 
 
 def fa3_feature_variants() -> tuple[AttentionVariant, ...]:
-    """Hopper kernels beyond the standard ones: every tile, paged and ragged, capped, with ALiBi in turn."""
+    """Hopper kernels beyond the standard ones: every width, paged and ragged, capped, with ALiBi in turn."""
     found = []
-    tiles = [(*widths, rows, keys) for widths, (rows, choices) in FA3_TILES.items() for keys in choices]
-    for at, ((qk, vo, rows, keys), paged) in enumerate(itertools.product(tiles, (True, False))):
-        alibi = "ALIBI" if (at + at // 2) % 2 else "NONE"
-        found.append(AttentionVariant("float16", "float16", qk, vo, rows, paged, False, True, alibi, backend="fa3", kv_tile=keys))
+    for at, ((qk, vo), (rows, _)) in enumerate(FA3_TILES.items()):
+        for paged in (True, False):
+            alibi = "ALIBI" if (at + paged) % 2 else "NONE"
+            found.append(AttentionVariant("float16", "float16", qk, vo, rows, paged, soft_cap=True, pos_encoding=alibi, backend="fa3"))
     return tuple(found)
 
 
