@@ -65,8 +65,8 @@ def fa3_variants() -> tuple[AttentionVariant, ...]:
     """The Hopper kernels that plain prefill needs, paged and ragged; they exist for `cupyinfer.schedule.tiles.FA3_ARCH` alone."""
     return tuple(
         AttentionVariant(dtype, dtype, head_dim_qk, head_dim_vo, cta_tile_q, paged, backend="fa3", kv_tile=kv_tile)
-        for dtype, ((head_dim_qk, head_dim_vo), (cta_tile_q, kv_tiles)), paged in itertools.product(HALF_TYPES, FA3_TILES.items(), (True, False))
-        for kv_tile in kv_tiles
+        for (head_dim_qk, head_dim_vo), (cta_tile_q, kv_tiles) in FA3_TILES.items()
+        for dtype, paged, kv_tile in itertools.product(HALF_TYPES, (True, False), kv_tiles)
     )
 
 

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 import cupyinfer
-from cupyinfer.attention.backend_choice import choose_backend, fa3_box_rows
+from cupyinfer.attention.backend_choice import choose_backend
 from cupyinfer.attention.options import make_options
 from cupyinfer.attention.prefill import paged_prefill_request, ragged_prefill_request
 from cupyinfer.errors import UnsupportedError
 from cupyinfer.schedule.planner import BatchLimits
 from cupyinfer.schedule.profile import named_profile
+from cupyinfer.schedule.tiles import fa3_box_rows
 from cupyinfer.workspace import WorkspaceSize
 
 PLAIN: dict[str, Any] = {"decode": False, "paged": True, "num_qo_heads": 8, "num_kv_heads": 2, "head_dim_qk": 128, "page_size": 16}
@@ -40,6 +41,8 @@ def choice(requested: str, arch: str = "sm_90a", custom_mask: bool = False, tile
         {"pos_encoding_mode": "ALIBI"},
         {"page_size": 8},
         {"page_size": 256},
+        {"page_size": 80},
+        {"page_size": 320},
     ],
     ids=str,
 )
@@ -60,7 +63,10 @@ def test_auto_takes_fa3_where_it_is_able(changed: dict[str, Any]) -> None:
         ({"custom_mask": True}, "has no custom masks"),
         ({"pos_encoding_mode": "ROPE_LLAMA"}, "does not rotate queries and keys"),
         ({"head_dim_qk": 96}, "has no tile for head_dim 96"),
-        ({"page_size": 5}, "needs pages of a multiple of 8 keys that divide 128 or are a multiple of it, got 5"),
+        ({"page_size": 1}, "got 1"),
+        ({"page_size": 5}, "needs pages of a multiple of 8 keys that divide 128 or 160 or are a multiple of it, got 5"),
+        ({"page_size": 80, "logits_soft_cap": 30.0}, "that divide 128 or are a multiple of it, got 80"),
+        ({"page_size": 80, "pos_encoding_mode": "ALIBI"}, "that divide 128 or are a multiple of it, got 80"),
         ({"page_size": 48}, "got 48"),
         ({"head_dim_qk": 256, "page_size": 96, "tile_q": 64}, "that divide 64 or are a multiple of it, got 96"),
     ],
