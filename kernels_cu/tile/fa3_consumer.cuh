@@ -6,6 +6,10 @@
 
 // Warpgroups take turns to issue products, so that one's softmax runs under the other's. Wide heads have enough products of their own.
 constexpr bool kTakeTurns = kHeadDimVo <= 128;
+// Whether a warpgroup's exponentials must run under its own product with values. ptxas would move them behind it, and beside one other
+// warpgroup that leaves the tensor cores idle. Three keep them busy in any order, and then the order ptxas finds is 9% faster: measured
+// on an H200 at head_dim 64, 503 TFLOP/s against 460 on 16384 keys.
+constexpr bool kExponentialsFirst = kConsumers == 2;
 // What is the same for the warpgroups' descriptors; V is summed over its rows, and its column blocks are a tile apart.
 constexpr unsigned long long kRowsAreColumns = wgmma_descriptor_base(16), kRowsAreSummed = wgmma_descriptor_base(kKvBlockBytes);
 
@@ -51,6 +55,7 @@ struct Consumer {
   }
   // Exponentials are computed before the wait that follows: a store of what depends on all of them cannot sink below it.
   __device__ __forceinline__ void order_before_wait(const RowState& state) const {
+    if constexpr (!kExponentialsFirst) return;
     asm volatile("st.shared.f32 [%0], %1;" ::"r"(smem_address(&shared.control->order[threadIdx.x - kWarpgroupThreads])), "f"(state.sum[0] + state.sum[1])
                  : "memory");
   }
@@ -89,7 +94,7 @@ struct Consumer {
     release(kKEmpty, count);
     finish_logits(params.base, work, index, rows, work.segment.kv_begin, s);
     float rescale[2];
-    update_softmax(rows, s, state, rescale);
+    update_softmax(exponent_scale(params.base, rows), s, state, rescale);
     pack_weights(s, p);
   }
 
@@ -116,7 +121,7 @@ struct Consumer {
       bind_registers(s);
       release(kKEmpty, count + 1);
       finish_logits(params.base, work, index, rows, key_begin, s);
-      update_softmax(rows, s, state, rescale);
+      update_softmax(exponent_scale(params.base, rows), s, state, rescale);
       order_before_wait(state);
       wgmma_wait<0>();
       bind_registers(o);
@@ -168,7 +173,7 @@ struct Consumer {
     release(kKEmpty, count + 1);
     finish_logits(params.base, following, index, rows, following.segment.kv_begin, s);
     float rescale[2];
-    update_softmax(rows, s, state, rescale);
+    update_softmax(exponent_scale(params.base, rows), s, state, rescale);
     order_before_wait(state);
     wgmma_wait<0>();
     bind_registers(o);
@@ -208,7 +213,7 @@ struct Consumer {
     ++num_outputs;
   }
 
-  __device__ __forceinline__ const QueuedWork& work_in(unsigned some_slot) const { return shared.control->works[some_slot % kWorkSlots]; }
+  __device__ __forceinline__ const QueuedWork& work_in(unsigned some_slot) const { return shared.work(some_slot); }
 
   // From `slot` on, the next segment with keys; those without are dealt with on the way. False when there is none.
   __device__ __forceinline__ bool find_work() {

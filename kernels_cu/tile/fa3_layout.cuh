@@ -23,6 +23,7 @@ constexpr int kKWarp = 0, kVWarp = 1, kFirstRowsWarp = 2, kRowsWarps = 2, kRowsO
 constexpr int kWorkReaders = kConsumerWarps + 1 + kRowsWarps;
 // Registers of a thread after warpgroups have shared them out anew; together they are what the CTA starts with.
 constexpr int kProducerRegisters = kConsumers == 3 ? 32 : kHeadDimVo <= 64 ? 72 : 56;
+constexpr bool kFewRegisters = kProducerRegisters < 40;
 constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : kHeadDimVo <= 64 ? 216 : 224;
 
 // Operand tiles lie as blocks of 64 columns, 128 bytes to a row, in the 128-byte swizzle that copies and products share.
@@ -57,10 +58,12 @@ enum Barrier { kKFull = 0, kKEmpty = kKFull + kNumStages, kVFull = kKEmpty + kNu
                kQFull = kWorkEmpty + kWorkSlots, kQEmpty = kQFull + kConsumers * kQBuffers, kOFull = kQEmpty + kConsumers * kQBuffers,
                kOEmpty = kOFull + kConsumers, kNumBarriers = kOEmpty + kConsumers };
 
+using Cursor = WorkCursor<false, kFewRegisters>;
+
 struct Control {
   unsigned long long barriers[kNumBarriers];
   QueuedWork works[kWorkSlots];
-  WorkCursor<false> cursor;       // of the warp that publishes, which has no registers to spare
+  Cursor cursor;                  // of the warp that publishes
   float order[kConsumerThreads];  // written so that exponentials come before a wait, never read
   int is_last;
 };
@@ -78,16 +81,22 @@ static_assert(kCtaTileQ % kWarpgroupRows == 0 && kCtaThreads == kConsumerThreads
 static_assert(kHeadDimQk % kBlockColumns == 0 && kHeadDimVo % kBlockColumns == 0 && kKvTile % 16 == 0, "tiles are whole blocks");
 
 __device__ __forceinline__ int lane_idx() { return threadIdx.x % 32; }
+// The same for warpgroup 0, whose few registers must not hold what follows from it through whole loops: read anew each time.
+__device__ __forceinline__ int producer_lane() {
+  int lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  return lane;
+}
 
-// Shared memory of the CTA, as addresses for the hardware and as a pointer to the control block.
+// Shared memory of the CTA, as addresses for the hardware and as a pointer to the control block, made from one another: a register each
+// would be too many.
 struct Shared {
   unsigned base;
   Control* control;
 
   __device__ __forceinline__ explicit Shared(unsigned char* smem) {
-    unsigned address = smem_address(smem);
-    base = (address + kAlignmentSlack - 1) / kAlignmentSlack * kAlignmentSlack;
-    control = reinterpret_cast<Control*>(smem + (base - address) + kControlOffset);
+    base = (smem_address(smem) + kAlignmentSlack - 1) / kAlignmentSlack * kAlignmentSlack;
+    control = static_cast<Control*>(__cvta_shared_to_generic(base + kControlOffset));
   }
   __device__ __forceinline__ unsigned barrier(int which) const { return base + kControlOffset + which * 8; }
   // Tile `count` of the CTA, counted over all segments, lies in stage count % 2.
@@ -96,6 +105,8 @@ struct Shared {
   // Queries of the segment in slot `slot` of the work ring.
   __device__ __forceinline__ int q_buffer(int consumer, unsigned slot) const { return consumer * kQBuffers + slot % kQBuffers; }
   __device__ __forceinline__ unsigned q_tile(int consumer, unsigned slot) const { return base + kQOffset + q_buffer(consumer, slot) * kQBytes; }
+  // The segment in that slot; the slots follow each other in a ring.
+  __device__ __forceinline__ QueuedWork& work(unsigned slot) const { return control->works[slot % kWorkSlots]; }
   // The outputs of one warp of a consumer, 16 rows.
   __device__ __forceinline__ unsigned char* o_rows(int consumer, int warp) const {
     return reinterpret_cast<unsigned char*>(control) - kControlOffset + kOOffset + consumer * (kJoinSegments ? kOBytes : kQBytes) +
@@ -132,7 +143,7 @@ __device__ __forceinline__ void init_barriers(const Shared& shared) {
 // Wait for the segment in slot `slot` of the work ring.
 __device__ __forceinline__ const QueuedWork& wait_for_work(const Shared& shared, unsigned slot) {
   mbarrier_sleep(shared.barrier(kWorkFull + slot % kWorkSlots), slot / kWorkSlots & 1);
-  return shared.control->works[slot % kWorkSlots];
+  return shared.work(slot);
 }
 
 // The warp has read what it needs of that segment.

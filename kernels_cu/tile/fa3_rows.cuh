@@ -5,6 +5,8 @@
 #include "ptx/cp_async.cuh"
 #include "tile/fa3_layout.cuh"
 
+static_assert(kRowsOfWarp == 32, "a lane knows where a row lies");
+
 // Byte offset of a 16-byte chunk of a row in an operand tile of one warpgroup.
 __device__ __forceinline__ unsigned q_chunk_offset(unsigned row, unsigned chunk) {
   return chunk / 8 * kQBlockBytes + Swizzle<kBlockRowBytes>::offset(row, chunk % 8);
@@ -14,46 +16,39 @@ __device__ __forceinline__ unsigned q_chunk_offset(unsigned row, unsigned chunk)
 // bytes are there.
 __device__ __forceinline__ void load_query_rows(const AttentionParams& params, const QueuedWork& work, unsigned q_tile, int consumer, int row_begin,
                                                 unsigned full) {
-  static_assert(kRowsOfWarp == 32, "a row per lane");
-  constexpr int kChunks = kHeadDimQk / 8, kUnroll = kProducerRegisters < 40 ? 2 : 4;
-  int lane = lane_idx(), first_row = consumer * kWarpgroupRows + row_begin, num_rows = work.tile.num_rows - first_row;
-  Row lane_row = make_row(params, work.tile, work.segment.kv_head, first_row + lane);
-  long long lane_offset = (static_cast<long long>(work.tile.q_begin) + lane_row.token) * params.q_stride_token + lane_row.head * params.q_stride_head;
+  constexpr int kChunks = kHeadDimQk / 8, kUnroll = kFewRegisters ? 1 : 4;
+  int lane = producer_lane(), first_row = consumer * kWarpgroupRows + row_begin, num_rows = work.tile.num_rows - first_row;
+  // Lanes past the last row stand for it: an address that is not read must be one that exists.
+  Row lane_row = make_row(params, work.tile, work.segment.kv_head, min(first_row + lane, work.tile.num_rows - 1));
+  const unsigned short* lane_source = static_cast<const unsigned short*>(params.q) +
+                                      (static_cast<long long>(work.tile.q_begin) + lane_row.token) * params.q_stride_token +
+                                      lane_row.head * params.q_stride_head;
 #pragma unroll kUnroll
   for (int step = 0; step < kChunks; ++step) {
     int idx = step * 32 + lane, row = idx / kChunks, chunk = idx % kChunks;
-    long long offset = __shfl_sync(kFullWarp, lane_offset, row);
-    bool valid = row < num_rows;
-    const unsigned char* source = static_cast<const unsigned char*>(params.q) + (valid ? offset * 2 + chunk * 16 : 0);
-    cp_async_16(q_tile + q_chunk_offset(row_begin + row, chunk), source, valid);
+    const uint4* source = reinterpret_cast<const uint4*>(__shfl_sync(kFullWarp, reinterpret_cast<long long>(lane_source), row)) + chunk;
+    cp_async_16(q_tile + q_chunk_offset(row_begin + row, chunk), source, row < num_rows);
   }
   cp_async_arrive(full);
 }
 
 // Store a consumer's finished rows from `row_begin` on, in 16-byte stores.
 __device__ __forceinline__ void store_output_rows(const AttentionParams& params, const QueuedWork& work, const Shared& shared, int consumer, int row_begin) {
-  constexpr int kChunks = kORowBytes / 16, kSteps = kWarpRows * kChunks / 32;
-  int lane = lane_idx();
-#pragma unroll 1
-  for (int warp = row_begin / kWarpRows; warp < (row_begin + kRowsOfWarp) / kWarpRows; ++warp) {
-    const unsigned char* staging = shared.o_rows(consumer, warp);
-    int first_row = consumer * kWarpgroupRows + warp * kWarpRows, num_rows = work.tile.num_rows - first_row;
-    if (num_rows <= 0) break;
-    Row lane_row = make_row(params, work.tile, work.segment.kv_head, first_row + lane % kWarpRows);
-    long long lane_target = reinterpret_cast<long long>(output_row(params, work.tile, lane_row));
-#pragma unroll 2
-    for (int step = 0; step < kSteps; ++step) {
-      int idx = step * 32 + lane, row = idx / kChunks, chunk = idx % kChunks;
-      uint4* target = reinterpret_cast<uint4*>(__shfl_sync(kFullWarp, lane_target, row)) + chunk;
-      if (row < num_rows) *target = *reinterpret_cast<const uint4*>(staging + Swizzle<kORowBytes>::offset(row, chunk));
-    }
+  constexpr int kChunks = kORowBytes / 16, kUnroll = kFewRegisters ? 1 : 2;
+  const unsigned char* staging = shared.o_rows(consumer, row_begin / kWarpRows);
+  int lane = producer_lane(), first_row = consumer * kWarpgroupRows + row_begin, num_rows = work.tile.num_rows - first_row;
+  long long lane_target = reinterpret_cast<long long>(output_row(params, work.tile, make_row(params, work.tile, work.segment.kv_head, first_row + lane)));
+#pragma unroll kUnroll
+  for (int step = 0; step < kChunks; ++step) {
+    int idx = step * 32 + lane, row = idx / kChunks, chunk = idx % kChunks;
+    uint4* target = reinterpret_cast<uint4*>(__shfl_sync(kFullWarp, lane_target, row)) + chunk;
+    if (row < num_rows) *target = *reinterpret_cast<const uint4*>(staging + Swizzle<kORowBytes>::offset(row, chunk));
   }
 }
 
 // One of the warps, over all segments of the CTA: of every consumer the rows from `row_begin` on.
 __device__ __forceinline__ void carry_rows(const AttentionParams& params, const Shared& shared, int row_begin) {
   unsigned num_outputs = 0;
-  bool owes_output = false;
 #pragma unroll 1
   for (unsigned slot = 0;; ++slot) {
     const QueuedWork& work = wait_for_work(shared, slot);
@@ -69,13 +64,14 @@ __device__ __forceinline__ void carry_rows(const AttentionParams& params, const 
           load_query_rows(params, work, shared.q_tile(consumer, slot), consumer, row_begin, shared.barrier(kQFull + buffer));
         }
       } else if (slot > 0) {
-        if (owes_output) {
+        const QueuedWork& finished = shared.work(slot - 1);
+        if (finished.is_staged()) {
 #pragma unroll 1
           for (int consumer = 0; consumer < kConsumers; ++consumer) {
             mbarrier_sleep(shared.barrier(kOFull + consumer), num_outputs & 1);
-            store_output_rows(params, shared.control->works[(slot - 1) % kWorkSlots], shared, consumer, row_begin);
+            store_output_rows(params, finished, shared, consumer, row_begin);
             __syncwarp();
-            if (lane_idx() == 0) mbarrier_arrive(shared.barrier(kOEmpty + consumer));
+            if (producer_lane() == 0) mbarrier_arrive(shared.barrier(kOEmpty + consumer));
           }
           ++num_outputs;
         }
@@ -83,6 +79,5 @@ __device__ __forceinline__ void carry_rows(const AttentionParams& params, const 
       }
     }
     if (!work.valid) return;
-    owes_output = work.is_staged();
   }
 }

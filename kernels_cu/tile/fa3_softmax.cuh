@@ -7,14 +7,10 @@
 #include "ptx/wgmma.cuh"
 #include "tile/fa3_layout.cuh"
 
-// Logits that a soft cap or ALiBi has already brought to the log2 domain; others are scaled inside the exponent.
-constexpr bool kTransformLogits = kSoftCap || kAlibi;
 // Stands for the maximum of a row that has seen no key: finite, so that -inf minus it is still -inf.
 constexpr float kNoMax = -1e30f;
 // Growth of a row's maximum, in powers of two, that exponentials take on before sums and output are rescaled. Half holds 2^8.
 constexpr float kLazyGrowth = 8.f;
-// One in so many pairs of accumulators is a polynomial (0: none).
-constexpr int kPolynomialEvery = 0;
 // A scale of zero would turn a masked -inf into NaN.
 constexpr float kLeastScale = 1e-30f;
 
@@ -26,7 +22,7 @@ using Weights = unsigned[kKvTile / 4];
 // What a thread knows of a segment's tile while it walks the keys.
 struct ThreadRows {
   int lo[2], hi[2];          // keys its rows see
-  float scale;               // of raw products
+  float scale;               // of raw products, into a soft cap's tanh or the log2 domain
   float slope[2];            // ALiBi, in the log2 domain
   int position[2];
 
@@ -43,7 +39,7 @@ struct ThreadRows {
       position[r] = row.position;
     }
     float logit_scale = params.sm_scale * (params.k_scale != nullptr ? __ldg(params.k_scale + kv_head) : 1.f);
-    scale = fmaxf(kSoftCap ? logit_scale : logit_scale * kLog2E, kLeastScale);
+    scale = fmaxf(kSoftCap ? logit_scale / params.logits_soft_cap : logit_scale * kLog2E, kLeastScale);
   }
 };
 
@@ -52,17 +48,24 @@ struct RowState {
   float sum[2];  // this thread's share of the sum of exponentials
 };
 
-// Raw products to logits: soft cap and ALiBi, then -inf for the keys that a row does not see.
+// From what finish_logits leaves to the log2 domain: a factor that the exponent applies.
+__device__ __forceinline__ float exponent_scale(const AttentionParams& params, const ThreadRows& rows) {
+  return kAlibi ? 1.f : kSoftCap ? params.logits_soft_cap * kLog2E : rows.scale;
+}
+
+// Raw products to logits, up to exponent_scale: soft cap and ALiBi, then -inf for the keys that a row does not see.
 __device__ __forceinline__ void finish_logits(const AttentionParams& params, const QueuedWork& work, int consumer, const ThreadRows& rows, int key_begin, Logits& s) {
   int lane_key = key_begin + lane_idx() % 4 * 2;
-  if constexpr (kTransformLogits) {
-    float rcp_cap = kSoftCap ? 1.f / params.logits_soft_cap : 1.f;
+  if constexpr (kSoftCap) {
 #pragma unroll
-    for (int i = 0; i < kKvTile / 2; ++i) {
-      s[i] *= rows.scale;
-      if constexpr (kSoftCap) s[i] = params.logits_soft_cap * kLog2E * tanh_ex2(s[i] * rcp_cap);
-      if constexpr (kAlibi) s[i] = fmaf(rows.slope[i / 2 % 2], static_cast<float>(lane_key - rows.position[i / 2 % 2] + i / 4 * 8 + i % 2), s[i]);
-    }
+    for (int i = 0; i < kKvTile / 2; ++i) s[i] = tanh_ex2(s[i] * rows.scale);
+  }
+  if constexpr (kAlibi) {
+    float scale = kSoftCap ? params.logits_soft_cap * kLog2E : rows.scale;
+    // One conversion per row: distances in a tile are exact in float.
+    float distance[2] = {static_cast<float>(lane_key - rows.position[0]), static_cast<float>(lane_key - rows.position[1])};
+#pragma unroll
+    for (int i = 0; i < kKvTile / 2; ++i) s[i] = fmaf(s[i], scale, rows.slope[i / 2 % 2] * (distance[i / 2 % 2] + (i / 4 * 8 + i % 2)));
   }
   if (key_begin < work.seen_from[consumer] || key_begin + kKvTile - 1 > work.seen_to[consumer]) {
     // Few tiles come here, so where accumulators fill the registers the bounds are found anew.
@@ -82,23 +85,9 @@ __device__ __forceinline__ void finish_logits(const AttentionParams& params, con
   }
 }
 
-constexpr bool is_polynomial(int i) { return kPolynomialEvery > 0 && i / 4 % (kPolynomialEvery > 0 ? kPolynomialEvery : 1) == 0; }
-
-constexpr float kLeastExponent = 127.f, kExponentRange = 256.f;
-constexpr float kRoundingShift = 12582912.f - kLeastExponent;
-
-// 2^x of x = kExponentRange * fraction - kLeastExponent.
-__device__ __forceinline__ float polynomial_ex2(float fraction) {
-  float shifted = fmaf(fraction, kExponentRange, kRoundingShift);
-  float rest = fmaf(fraction, kExponentRange, kRoundingShift - shifted);
-  float power = fmaf(fmaf(fmaf(0.055008933f, rest, 0.24221097f), rest, 0.6932829f), rest, 1.f);
-  return __int_as_float(__float_as_int(power) + (__float_as_int(shifted) << 23));
-}
-
 // Take the logits of a tile into the running maximum and sum, and make them exponentials. `rescale` brings what was summed before to
 // the new maximum.
-__device__ __forceinline__ void update_softmax(const ThreadRows& rows, Logits& s, RowState& state, float (&rescale)[2]) {
-  float scale = kTransformLogits ? 1.f : rows.scale;
+__device__ __forceinline__ void update_softmax(float scale, Logits& s, RowState& state, float (&rescale)[2]) {
   // Two chains per row, so that neighbouring operations do not wait for each other.
   float largest[2][2], sum[2][2];
 #pragma unroll
@@ -117,11 +106,7 @@ __device__ __forceinline__ void update_softmax(const ThreadRows& rows, Logits& s
   }
 #pragma unroll
   for (int i = 0; i < kKvTile / 2; ++i) {
-    if (is_polynomial(i)) {
-      s[i] = polynomial_ex2(__saturatef(fmaf(s[i], scale / kExponentRange, (kLeastExponent - state.max[i / 2 % 2]) / kExponentRange)));
-    } else {
-      s[i] = ex2(fmaf(s[i], scale, -state.max[i / 2 % 2]));
-    }
+    s[i] = ex2(fmaf(s[i], scale, -state.max[i / 2 % 2]));
     if (i < 4) {
       sum[i / 2][i % 2] = s[i];
     } else {
