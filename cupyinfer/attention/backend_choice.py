@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from cupyinfer.attention.options import AttentionOptions
 from cupyinfer.errors import UnsupportedError
-from cupyinfer.schedule.tiles import FA3_ARCH, FA3_TILES, max_tile_q
+from cupyinfer.schedule.tiles import FA3_ARCH, FA3_KV_TILES, max_tile_q
 
 #: The copy engine's swizzle repeats every 8 rows, so that is the smallest box of a paged cache.
 _LEAST_PAGE = 8
@@ -26,9 +26,9 @@ def fa3_problem(options: AttentionOptions, arch: str, custom_mask: bool) -> str 
     if options.pos_encoding_mode == "ROPE_LLAMA":
         return "does not rotate queries and keys (pos_encoding_mode 'ROPE_LLAMA')"
     widths = options.head_dim_qk, options.head_dim_vo
-    if widths not in FA3_TILES:
+    if widths not in FA3_KV_TILES:
         return f"has no tile for head_dim {widths[0]} (head_dim_vo {widths[1]})"
-    kv_tile = FA3_TILES[widths][1]
+    kv_tile = FA3_KV_TILES[widths]
     if options.paged and fa3_box_rows(options.page_size, kv_tile) is None:
         return f"needs pages of a multiple of {_LEAST_PAGE} keys that divide {kv_tile} or are a multiple of it, got {options.page_size}"
     return None

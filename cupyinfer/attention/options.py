@@ -148,7 +148,7 @@ class AttentionOptions:
     @cached_property
     def fa3_shape(self) -> PlanShape:
         """The same for fa3."""
-        return replace(self.shape, backend="fa3")
+        return replace(self.shape, backend="fa3", transforms_logits=self.logits_soft_cap > 0 or self.pos_encoding_mode == "ALIBI")
 
     @cached_property
     def by_kernel(self) -> dict[tuple[str, int, bool, int], Any]:

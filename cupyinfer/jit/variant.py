@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from cupyinfer.dtypes import FP8_TYPES, HALF_TYPES, itemsize
 from cupyinfer.errors import ArgumentError
 from cupyinfer.jit.user_variant import UserVariant
-from cupyinfer.schedule.tiles import CTA_TILE_Q, TileConfig, check_head_dims, fa3_tile_config, max_tile_q, tile_config
+from cupyinfer.schedule.tiles import CTA_TILE_Q, TileConfig, check_head_dims, fa3_tile_config, fa3_tile_qs, max_tile_q, tile_config
 
 POS_ENCODINGS = ("NONE", "ROPE_LLAMA", "ALIBI")
 #: Kernels around attention: cache append and its index arithmetic, merging of attention states.
@@ -54,8 +54,9 @@ class AttentionVariant:
             )
         check_head_dims(self.head_dim_qk, self.head_dim_vo)
         if self.backend == "fa3":
-            if self.cta_tile_q != fa3_tile_config(self.head_dim_qk, self.head_dim_vo).cta_tile_q:
-                raise ArgumentError(f"cta_tile_q: got {self.cta_tile_q}, fa3 has one tile per head_dim")
+            rows = fa3_tile_qs(self.head_dim_vo, self.soft_cap or self.pos_encoding == "ALIBI")
+            if self.cta_tile_q not in rows:
+                raise ArgumentError(f"cta_tile_q: got {self.cta_tile_q}, this fa3 kernel has tiles of {' or '.join(map(str, rows))} rows")
         elif self.cta_tile_q not in CTA_TILE_Q or self.cta_tile_q > max_tile_q(self.head_dim_vo):
             raise ArgumentError(
                 f"cta_tile_q: got {self.cta_tile_q}, a tile at head_dim_vo {self.head_dim_vo} has 16 to {max_tile_q(self.head_dim_vo)} rows"
@@ -76,7 +77,7 @@ class AttentionVariant:
     def tile_config(self, smem_per_sm: int, smem_per_cta: int) -> TileConfig:
         """Tile shape of this kernel on a GPU with that much shared memory."""
         if self.backend == "fa3":
-            return fa3_tile_config(self.head_dim_qk, self.head_dim_vo)
+            return fa3_tile_config(self.cta_tile_q, self.head_dim_qk, self.head_dim_vo)
         return tile_config(self.cta_tile_q, self.head_dim_qk, self.head_dim_vo, itemsize(self.kv_dtype), smem_per_sm, smem_per_cta)
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
@@ -23,11 +24,17 @@ DECODE_BYTES_IN_FLIGHT = 64 * 1024
 #: Static shared memory of the 16-row kernel besides its table of RoPE frequencies.
 _STATIC_SMEM = 384
 
-#: Tiles of the fa3 kernels, (query rows, keys) by (head_dim_qk, head_dim_vo): two consumer warpgroups of 64 rows, and as many keys as
-#: leave two K/V stages room in 227 KB and the logits and weights of a tile room in 224 registers beside the output; a power of two, so
-#: that pages of any power of two fit (at head_dim 256 plain logits would leave room for 80 keys, capped ones not).
-FA3_TILES = {(64, 64): (128, 128), (128, 128): (128, 128), (192, 128): (128, 128), (256, 256): (128, 64)}
+#: Query rows an fa3 tile may have, a consumer warpgroup per 64.
+FA3_CTA_TILE_Q = (128, 192)
+#: Keys of an fa3 tile by (head_dim_qk, head_dim_vo): as many as leave two K/V stages room in 227 KB and the logits and weights of a tile
+#: room in the consumers' registers beside the output; a power of two, so that pages of any power of two fit (at head_dim 256 plain logits
+#: would leave room for 80 keys, capped ones not).
+FA3_KV_TILES = {(64, 64): 128, (128, 128): 128, (192, 128): 128, (256, 256): 64}
 FA3_ARCH = "sm_90a"
+#: Widest head with an fa3 tile of 192 rows: three consumers have 160 registers each, and an output of more columns takes too many.
+_FA3_TALL_HEAD_DIM = 64
+#: Times that tiles of 128 and 192 rows take for as many keys, in one unit. Measured on an H200 at head_dim 64: 418 and 503 TFLOP/s.
+_FA3_TILE_TIME = {128: 4, 192: 5}
 _FA3_STAGES = 2
 
 
@@ -122,16 +129,26 @@ def _prefill_config(
     return best
 
 
+def fa3_tile_qs(head_dim_vo: int, transforms_logits: bool) -> tuple[int, ...]:
+    """Query rows of the fa3 kernels at that width. Those that transform logits, by a soft cap or ALiBi, need the registers of two consumers."""
+    return FA3_CTA_TILE_Q if head_dim_vo <= _FA3_TALL_HEAD_DIM and not transforms_logits else FA3_CTA_TILE_Q[:1]
+
+
+def fa3_tile_q(tile_qs: tuple[int, ...], num_tiles: Callable[[int], int]) -> int:
+    """Whichever of `tile_qs` takes least time for a batch that makes `num_tiles(rows)` tiles: taller ones are faster, but pad more."""
+    return min(reversed(tile_qs), key=lambda tile_q: num_tiles(tile_q) * _FA3_TILE_TIME[tile_q])
+
+
 @cache
-def fa3_tile_config(head_dim_qk: int, head_dim_vo: int) -> TileConfig:
+def fa3_tile_config(cta_tile_q: int, head_dim_qk: int, head_dim_vo: int) -> TileConfig:
     """Shape of one fa3 kernel: one CTA per SM, a producer warpgroup and a consumer warpgroup per 64 query rows.
 
     Raises:
         UnsupportedError: no tile for these widths.
     """
-    if (head_dim_qk, head_dim_vo) not in FA3_TILES:
-        raise UnsupportedError(f"head_dim: got {head_dim_qk} (head_dim_vo {head_dim_vo}), fa3 has {', '.join(map(str, FA3_TILES))}")
-    cta_tile_q, kv_tile = FA3_TILES[head_dim_qk, head_dim_vo]
+    if (head_dim_qk, head_dim_vo) not in FA3_KV_TILES:
+        raise UnsupportedError(f"head_dim: got {head_dim_qk} (head_dim_vo {head_dim_vo}), fa3 has {', '.join(map(str, FA3_KV_TILES))}")
+    kv_tile = FA3_KV_TILES[head_dim_qk, head_dim_vo]
     smem = fa3_smem_bytes(cta_tile_q, kv_tile, _FA3_STAGES, head_dim_qk, head_dim_vo)
     return TileConfig(cta_tile_q, kv_tile, 4 + cta_tile_q // 16, _FA3_STAGES, smem, 1)
 
