@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from cupyinfer.attention.options import AttentionOptions
 from cupyinfer.errors import UnsupportedError
-from cupyinfer.schedule.tiles import FA3_ARCH, FA3_LEAST_PAGE, FA3_TILES, fa3_kv_tiles, max_tile_q
+from cupyinfer.schedule.tiles import FA3_ARCH, FA3_KV_TILES, FA3_LEAST_PAGE, fa3_kv_tiles, max_tile_q
 
 
 def fa3_problem(options: AttentionOptions, arch: str, custom_mask: bool) -> str | None:
@@ -23,10 +23,11 @@ def fa3_problem(options: AttentionOptions, arch: str, custom_mask: bool) -> str 
     if options.pos_encoding_mode == "ROPE_LLAMA":
         return "does not rotate queries and keys (pos_encoding_mode 'ROPE_LLAMA')"
     widths = options.head_dim_qk, options.head_dim_vo
-    if widths not in FA3_TILES:
+    if widths not in FA3_KV_TILES:
         return f"has no tile for head_dim {widths[0]} (head_dim_vo {widths[1]})"
-    if options.paged and (options.page_size == 1 or not options.shape.kv_tiles):
-        tiles = " or ".join(map(str, fa3_kv_tiles(*widths, 1, options.shape.plain_logits)))
+    shape = options.fa3_shape
+    if options.paged and (options.page_size == 1 or not shape.kv_tiles):
+        tiles = " or ".join(map(str, fa3_kv_tiles(*widths, 1, shape.transforms_logits)))
         return f"needs pages of a multiple of {FA3_LEAST_PAGE} keys that divide {tiles} or are a multiple of it, got {options.page_size}"
     return None
 

@@ -143,13 +143,12 @@ class AttentionOptions:
             KeySpan(self.causal, self.window_left),
             self.fixed_split_size,
             self.disable_split_kv,
-            plain_logits=self.logits_soft_cap == 0 and self.pos_encoding_mode != "ALIBI",
         )
 
     @cached_property
     def fa3_shape(self) -> PlanShape:
         """The same for fa3."""
-        return replace(self.shape, backend="fa3")
+        return replace(self.shape, backend="fa3", transforms_logits=self.logits_soft_cap > 0 or self.pos_encoding_mode == "ALIBI")
 
     @cached_property
     def by_kernel(self) -> dict[tuple[str, int, int, bool, int], Any]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
@@ -26,12 +27,17 @@ DECODE_BYTES_IN_FLIGHT = 64 * 1024
 #: Static shared memory of the 16-row kernel besides its table of RoPE frequencies.
 _STATIC_SMEM = 384
 
-#: Tiles of the fa3 kernels, (query rows, choices of keys) by (head_dim_qk, head_dim_vo): two consumer warpgroups of 64 rows, and as many
-#: keys as leave two K/V stages room in 227 KB and the logits and weights of a tile room in 224 registers beside the output; first a power
-#: of two, so that pages of any power of two fit (at head_dim 256 plain logits would leave room for 80 keys, capped ones not). A second
-#: choice is for plain logits alone: registers have no room for what a soft cap or ALiBi needs.
-FA3_TILES = {(64, 64): (128, (128,)), (128, 128): (128, (128, 160)), (192, 128): (128, (128,)), (256, 256): (128, (64,))}
+#: Query rows an fa3 tile may have, a consumer warpgroup per 64.
+FA3_CTA_TILE_Q = (128, 192)
+#: Choices of keys of an fa3 tile by (head_dim_qk, head_dim_vo): as many as leave two K/V stages room in 227 KB and the logits and weights
+#: of a tile room in the consumers' registers beside the output; first a power of two, so that pages of any power of two fit (at head_dim
+#: 256 plain logits would leave room for 80 keys, capped ones not). A second choice has no registers for a soft cap or ALiBi.
+FA3_KV_TILES = {(64, 64): (128,), (128, 128): (128, 160), (192, 128): (128,), (256, 256): (64,)}
 FA3_ARCH = "sm_90a"
+#: Widest head with an fa3 tile of 192 rows: three consumers have 160 registers each, and an output of more columns takes too many.
+_FA3_TALL_HEAD_DIM = 64
+#: Times that tiles of 128 and 192 rows take for as many keys, in one unit. Measured on an H200 at head_dim 64: 418 and 503 TFLOP/s.
+_FA3_TILE_TIME = {128: 4, 192: 5}
 _FA3_STAGES = 2
 #: Time per key of a tile's first choice of keys relative to its second, where no tile holds padding. Measured on an H200 at head_dim 128.
 _FA3_LONG_TILE_GAIN = 1.02
@@ -130,11 +136,22 @@ def _prefill_config(
     return best
 
 
+def fa3_tile_qs(head_dim_vo: int, transforms_logits: bool) -> tuple[int, ...]:
+    """Query rows of the fa3 kernels at that width. Those that transform logits, by a soft cap or ALiBi, need the registers of two consumers."""
+    return FA3_CTA_TILE_Q if head_dim_vo <= _FA3_TALL_HEAD_DIM and not transforms_logits else FA3_CTA_TILE_Q[:1]
+
+
+def fa3_tile_q(tile_qs: tuple[int, ...], num_tiles: Callable[[int], int]) -> int:
+    """Whichever of `tile_qs` takes least time for a batch that makes `num_tiles(rows)` tiles: taller ones are faster, but pad more."""
+    return min(reversed(tile_qs), key=lambda tile_q: num_tiles(tile_q) * _FA3_TILE_TIME[tile_q])
+
+
 @cache
-def fa3_tile_config(head_dim_qk: int, head_dim_vo: int, kv_tile: int | None = None) -> TileConfig:
+def fa3_tile_config(cta_tile_q: int, head_dim_qk: int, head_dim_vo: int, kv_tile: int | None = None) -> TileConfig:
     """Shape of one fa3 kernel: one CTA per SM, a producer warpgroup and a consumer warpgroup per 64 query rows.
 
     Args:
+        cta_tile_q: one of FA3_CTA_TILE_Q.
         head_dim_qk: width of queries and keys.
         head_dim_vo: width of values and outputs.
         kv_tile: one of the choices of keys, by default the first.
@@ -142,9 +159,9 @@ def fa3_tile_config(head_dim_qk: int, head_dim_vo: int, kv_tile: int | None = No
     Raises:
         UnsupportedError: no tile for these widths, or not with that many keys.
     """
-    if (head_dim_qk, head_dim_vo) not in FA3_TILES:
-        raise UnsupportedError(f"head_dim: got {head_dim_qk} (head_dim_vo {head_dim_vo}), fa3 has {', '.join(map(str, FA3_TILES))}")
-    cta_tile_q, choices = FA3_TILES[head_dim_qk, head_dim_vo]
+    if (head_dim_qk, head_dim_vo) not in FA3_KV_TILES:
+        raise UnsupportedError(f"head_dim: got {head_dim_qk} (head_dim_vo {head_dim_vo}), fa3 has {', '.join(map(str, FA3_KV_TILES))}")
+    choices = FA3_KV_TILES[head_dim_qk, head_dim_vo]
     kv_tile = choices[0] if kv_tile is None else kv_tile
     if kv_tile not in choices:
         raise UnsupportedError(f"kv_tile: got {kv_tile}, fa3 has {', '.join(map(str, choices))} at head_dim {head_dim_qk}")
@@ -168,17 +185,17 @@ def fa3_box_rows(page_size: int, kv_tile: int) -> int | None:
 
 
 @cache
-def fa3_kv_tiles(head_dim_qk: int, head_dim_vo: int, page_size: int, plain_logits: bool) -> tuple[int, ...]:
+def fa3_kv_tiles(head_dim_qk: int, head_dim_vo: int, page_size: int, transforms_logits: bool) -> tuple[int, ...]:
     """Choices of keys per tile that fit a cache's pages.
 
     Args:
-        head_dim_qk: width of queries and keys, with `head_dim_vo` one of FA3_TILES.
+        head_dim_qk: width of queries and keys, with `head_dim_vo` one of FA3_KV_TILES.
         head_dim_vo: width of values and outputs.
         page_size: keys per page, 1 for ragged caches.
-        plain_logits: neither a soft cap nor ALiBi changes them.
+        transforms_logits: a soft cap or ALiBi changes the logits.
     """
-    choices = FA3_TILES[head_dim_qk, head_dim_vo][1]
-    if not plain_logits:
+    choices = FA3_KV_TILES[head_dim_qk, head_dim_vo]
+    if transforms_logits:
         choices = choices[:1]
     return choices if page_size == 1 else tuple(tile for tile in choices if fa3_box_rows(page_size, tile) is not None)
 

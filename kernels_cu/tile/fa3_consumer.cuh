@@ -91,7 +91,7 @@ struct Consumer {
     release(kKEmpty, count);
     finish_logits(params.base, work, index, rows, work.segment.kv_begin, s);
     float rescale[2];
-    update_softmax(rows, s, state, rescale);
+    update_softmax(exponent_scale(params.base, rows), s, state, rescale);
     pack_weights(s, p);
   }
 
@@ -118,7 +118,7 @@ struct Consumer {
       bind_registers(s);
       release(kKEmpty, count + 1);
       finish_logits(params.base, work, index, rows, key_begin, s);
-      update_softmax(rows, s, state, rescale);
+      update_softmax(exponent_scale(params.base, rows), s, state, rescale);
       order_before_wait(state);
       wgmma_wait<0>();
       bind_registers(o);
@@ -171,7 +171,7 @@ struct Consumer {
     release(kKEmpty, count + 1);
     finish_logits(params.base, following, index, rows, following.segment.kv_begin, s);
     float rescale[2];
-    update_softmax(rows, s, state, rescale);
+    update_softmax(exponent_scale(params.base, rows), s, state, rescale);
     order_before_wait(state);
     wgmma_wait<0>();
     bind_registers(o);

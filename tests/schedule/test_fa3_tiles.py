@@ -18,7 +18,7 @@ from cupyinfer.jit.variant import AttentionVariant
 from cupyinfer.schedule.bounds import WorkspaceLimits, workspace_bound
 from cupyinfer.schedule.capacity import BatchLimits
 from cupyinfer.schedule.planner import PlanShape
-from cupyinfer.schedule.tiles import FA3_TILES, fa3_kv_tile, fa3_kv_tiles, fa3_tile_config
+from cupyinfer.schedule.tiles import FA3_KV_TILES, fa3_kv_tile, fa3_kv_tiles, fa3_tile_config, fa3_tile_qs
 from tests.schedule.batches import Case, cases
 from tests.schedule.simulator import Placed, busiest, num_iters, place, walk
 from tests.schedule.test_cover import check
@@ -28,16 +28,16 @@ from tests.schedule.test_cover import check
 class Fa3Case(Case):
     """A batch on an H200 that fa3 serves."""
 
-    plain_logits: bool = True
+    transforms_logits: bool = False
 
     @property
     def shape(self) -> PlanShape:
-        return replace(super().shape, backend="fa3", plain_logits=self.plain_logits)
+        return replace(super().shape, backend="fa3", transforms_logits=self.transforms_logits)
 
     @classmethod
     def like(cls, case: Case) -> Fa3Case:
         """The same batch, with widths and pages that fa3 takes."""
-        head_dims = (128, 128) if case.head_dims not in FA3_TILES else case.head_dims
+        head_dims = (128, 128) if case.head_dims not in FA3_KV_TILES else case.head_dims
         fields = {name: getattr(case, name) for name in ("qo_lens", "kv_lens", "num_kv_heads", "group_size", "causal", "window_left")}
         split = {"fixed_split_size": case.fixed_split_size, "disable_split_kv": case.disable_split_kv}
         return cls("ragged" if case.kind == "decode" else case.kind, head_dims=head_dims, **fields, **split)
@@ -75,27 +75,26 @@ PAGES = {1: (128, 160), 8: (128, 160), 16: (128, 160), 32: (128, 160), 640: (128
 
 @pytest.mark.parametrize(("page_size", "tiles"), PAGES.items())
 def test_pages_must_fit_the_tile(page_size: int, tiles: tuple[int, ...]) -> None:
-    assert fa3_kv_tiles(128, 128, page_size, True) == tiles
-    assert fa3_kv_tiles(128, 128, page_size, False) == tuple(tile for tile in tiles if tile == 128)
+    assert fa3_kv_tiles(128, 128, page_size, False) == tiles
+    assert fa3_kv_tiles(128, 128, page_size, True) == tuple(tile for tile in tiles if tile == 128)
     if tiles and page_size > 1:
         case = Fa3Case("paged", [16384], [16384], page_size, num_kv_heads=1)
         assert kv_tile(case) == tiles[-1]
         assert kv_tile(replace(case, disable_split_kv=True)) == tiles[0]
 
 
-@pytest.mark.parametrize("changed", [{"disable_split_kv": True}, {"fixed_split_size": 4096}, {"plain_logits": False}], ids=str)
+@pytest.mark.parametrize("changed", [{"disable_split_kv": True}, {"fixed_split_size": 4096}, {"transforms_logits": True}], ids=str)
 def test_what_must_not_depend_on_the_batch_takes_the_first_tile(changed: dict[str, Any]) -> None:
     assert kv_tile(long(16384, **changed)) == 128
     assert kv_tile(long(16384), graph_limits=BatchLimits(1, 16384, 16384)) == 128
 
 
-def test_options_say_whether_logits_are_plain() -> None:
-    def plain(**changed: Any) -> bool:
-        return make_options(decode=False, paged=False, num_qo_heads=8, num_kv_heads=2, head_dim_qk=128, **changed).fa3_shape.plain_logits
+def test_options_say_whether_logits_are_transformed() -> None:
+    def tiles(**changed: Any) -> tuple[int, ...]:
+        return make_options(decode=False, paged=False, num_qo_heads=8, num_kv_heads=2, head_dim_qk=128, **changed).fa3_shape.kv_tiles
 
-    assert plain() and plain(logits_soft_cap=0.0)
-    assert not plain(logits_soft_cap=30.0)
-    assert not plain(pos_encoding_mode="ALIBI")
+    assert tiles() == tiles(logits_soft_cap=0.0) == (128, 160)
+    assert tiles(logits_soft_cap=30.0) == tiles(pos_encoding_mode="ALIBI") == (128,)
 
 
 def test_the_tile_is_part_of_a_kernel() -> None:
@@ -103,7 +102,7 @@ def test_the_tile_is_part_of_a_kernel() -> None:
     assert first == replace(first, kv_tile=128) != replace(first, kv_tile=160)
     assert str(first) != str(replace(first, kv_tile=160))
     assert {variant.kv_tile for variant in fa3_variants() if variant.head_dim_qk == 128} == {128, 160}
-    with pytest.raises(ArgumentError, match=r"kv_tile: got 160, .* plain logits"):
+    with pytest.raises(ArgumentError, match=r"kv_tile: got 160, .* soft cap"):
         replace(first, kv_tile=160, soft_cap=True)
     with pytest.raises(UnsupportedError, match="kv_tile: got 96"):
         replace(first, kv_tile=96)
@@ -112,9 +111,9 @@ def test_the_tile_is_part_of_a_kernel() -> None:
 
 
 def test_every_tile_fits_shared_memory() -> None:
-    for (qk, vo), (_, tiles) in FA3_TILES.items():
-        for tile in tiles:
-            assert fa3_tile_config(qk, vo, tile).smem_bytes <= 227 * 1024
+    for (qk, vo), tiles in FA3_KV_TILES.items():
+        for rows in fa3_tile_qs(vo, False):
+            assert all(fa3_tile_config(rows, qk, vo, tile).smem_bytes <= 227 * 1024 for tile in tiles)
 
 
 @settings(max_examples=150)
