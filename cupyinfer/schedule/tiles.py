@@ -130,7 +130,7 @@ def _prefill_config(
 
 
 def fa3_tile_qs(head_dim_vo: int, transforms_logits: bool) -> tuple[int, ...]:
-    """Query rows of the fa3 kernels at that width. Those that transform logits, by a soft cap or ALiBi, need the registers of two consumers."""
+    """Query rows of the fa3 kernels at that width. A soft cap or ALiBi needs the registers of two consumers."""
     return FA3_CTA_TILE_Q if head_dim_vo <= _FA3_TALL_HEAD_DIM and not transforms_logits else FA3_CTA_TILE_Q[:1]
 
 
