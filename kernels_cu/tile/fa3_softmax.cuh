@@ -54,7 +54,8 @@ __device__ __forceinline__ float exponent_scale(const AttentionParams& params, c
 }
 
 // Raw products to logits, up to exponent_scale: soft cap and ALiBi, then -inf for the keys that a row does not see.
-__device__ __forceinline__ void finish_logits(const AttentionParams& params, const QueuedWork& work, int consumer, const ThreadRows& rows, int key_begin, Logits& s) {
+__device__ __forceinline__ void finish_logits(const AttentionParams& params, const QueuedWork& work, int consumer, const ThreadRows& rows, int key_begin,
+                                              Logits& s) {
   int lane_key = key_begin + lane_idx() % 4 * 2;
   if constexpr (kSoftCap) {
 #pragma unroll

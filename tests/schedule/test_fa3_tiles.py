@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,35 +17,21 @@ from cupyinfer.jit.ahead import fa3_variants
 from cupyinfer.jit.variant import AttentionVariant
 from cupyinfer.schedule.bounds import WorkspaceLimits, workspace_bound
 from cupyinfer.schedule.capacity import BatchLimits
-from cupyinfer.schedule.planner import PlanShape
+from cupyinfer.schedule.profile import PROFILES
 from cupyinfer.schedule.tiles import FA3_KV_TILES, fa3_kv_tile, fa3_kv_tiles, fa3_tile_config, fa3_tile_qs
 from tests.schedule.batches import Case, cases
 from tests.schedule.simulator import Placed, busiest, num_iters, place, walk
 from tests.schedule.test_cover import check
 
 
-@dataclass(frozen=True)
-class Fa3Case(Case):
-    """A batch on an H200 that fa3 serves."""
-
-    transforms_logits: bool = False
-
-    @property
-    def shape(self) -> PlanShape:
-        return replace(super().shape, backend="fa3", transforms_logits=self.transforms_logits)
-
-    @classmethod
-    def like(cls, case: Case) -> Fa3Case:
-        """The same batch, with widths and pages that fa3 takes."""
-        head_dims = (128, 128) if case.head_dims not in FA3_KV_TILES else case.head_dims
-        fields = {name: getattr(case, name) for name in ("qo_lens", "kv_lens", "num_kv_heads", "group_size", "causal", "window_left")}
-        split = {"fixed_split_size": case.fixed_split_size, "disable_split_kv": case.disable_split_kv}
-        return cls("ragged" if case.kind == "decode" else case.kind, head_dims=head_dims, **fields, **split)
+def fa3_case(kind: str, qo_lens: list[int], kv_lens: list[int], page_size: int = 16, **changed: Any) -> Case:
+    """A batch that fa3 serves, of 8 KV heads and head_dim 128 unless changed."""
+    return Case(kind, qo_lens, kv_lens, page_size, **{"num_kv_heads": 8, "backend": "fa3", **changed})
 
 
-def long(length: int, count: int = 1, **changed: Any) -> Fa3Case:
+def long(length: int, count: int = 1, **changed: Any) -> Case:
     """`count` requests of as many queries as keys."""
-    return Fa3Case("ragged", [length] * count, [length] * count, **{"num_kv_heads": 8, **changed})
+    return fa3_case("ragged", [length] * count, [length] * count, **changed)
 
 
 def kv_tile(case: Case, **draft: Any) -> int:
@@ -55,7 +41,7 @@ def kv_tile(case: Case, **draft: Any) -> int:
 @pytest.mark.parametrize("causal", [False, True])
 def test_long_rows_get_long_tiles_and_short_ones_do_not(causal: bool) -> None:
     assert [kv_tile(long(length, causal=causal)) for length in (128, 1024, 16384, 131072)] == [128, 128, 160, 160]
-    chunk = Fa3Case("ragged", [512], [16896], causal=causal)
+    chunk = fa3_case("ragged", [512], [16896], causal=causal)
     assert kv_tile(chunk) == 160
 
 
@@ -78,7 +64,7 @@ def test_pages_must_fit_the_tile(page_size: int, tiles: tuple[int, ...]) -> None
     assert fa3_kv_tiles(128, 128, page_size, False) == tiles
     assert fa3_kv_tiles(128, 128, page_size, True) == tuple(tile for tile in tiles if tile == 128)
     if tiles and page_size > 1:
-        case = Fa3Case("paged", [16384], [16384], page_size, num_kv_heads=1)
+        case = fa3_case("paged", [16384], [16384], page_size, num_kv_heads=1)
         assert kv_tile(case) == tiles[-1]
         assert kv_tile(replace(case, disable_split_kv=True)) == tiles[0]
 
@@ -120,7 +106,9 @@ def test_every_tile_fits_shared_memory() -> None:
 @given(case=cases(max_batch=6, max_qo=200, max_kv=3000))
 def test_every_visible_key_is_covered_once(case: Case) -> None:
     """And what a plan needs is within the bound for its limits."""
-    case = Fa3Case.like(case)
+    head_dims = case.head_dims if case.head_dims in FA3_KV_TILES else (128, 128)
+    kind = "ragged" if case.kind == "decode" else case.kind
+    case = replace(case, kind=kind, head_dims=head_dims, page_size=16, backend="fa3", profile=PROFILES["h200"])
     placed, _ = check(case)
     info = placed.info
     limits = WorkspaceLimits(
@@ -135,7 +123,7 @@ def test_every_visible_key_is_covered_once(case: Case) -> None:
 @given(lengths=st.lists(st.integers(1, 3000), min_size=1, max_size=5))
 def test_both_tiles_cover_every_key(lengths: list[int]) -> None:
     for page_size, tile in ((64, 128), (80, 160)):
-        placed, _ = check(Fa3Case("paged", [min(length, 70) for length in lengths], lengths, page_size, causal=True))
+        placed, _ = check(fa3_case("paged", [min(length, 70) for length in lengths], lengths, page_size, causal=True))
         assert placed.info.kv_tile == tile
 
 
