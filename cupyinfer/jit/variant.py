@@ -8,7 +8,17 @@ from dataclasses import dataclass
 from cupyinfer.dtypes import FP8_QUERY_TYPE, FP8_TYPES, HALF_TYPES, itemsize
 from cupyinfer.errors import ArgumentError
 from cupyinfer.jit.user_variant import UserVariant
-from cupyinfer.schedule.tiles import CTA_TILE_Q, TileConfig, check_head_dims, fa3_tile_config, max_tile_q, tile_config
+from cupyinfer.schedule.tiles import (
+    CTA_TILE_Q,
+    FA3_TILES,
+    TileConfig,
+    check_head_dims,
+    fa3_kv_tiles,
+    fa3_tile_config,
+    fa3_tile_qs,
+    max_tile_q,
+    tile_config,
+)
 
 POS_ENCODINGS = ("NONE", "ROPE_LLAMA", "ALIBI")
 #: Kernels around attention: cache append and its index arithmetic, merging of attention states.
@@ -31,6 +41,7 @@ class AttentionVariant:
         pos_encoding: one of POS_ENCODINGS.
         user: CUDA source that changes the attention, or None.
         backend: "fa2", or "fa3" for the Hopper prefill kernel.
+        kv_tile: keys per tile of an fa3 kernel, by default the first choice of FA3_TILES; None for fa2, whose tiles follow.
         o_dtype: element type of o, "float16" or "bfloat16"; by default that of 16-bit queries.
     """
 
@@ -45,6 +56,7 @@ class AttentionVariant:
     pos_encoding: str = "NONE"
     user: UserVariant | None = None
     backend: str = "fa2"
+    kv_tile: int | None = None
     o_dtype: str = ""
 
     def __post_init__(self) -> None:
@@ -61,8 +73,16 @@ class AttentionVariant:
         object.__setattr__(self, "o_dtype", self.o_dtype or self.q_dtype)
         check_head_dims(self.head_dim_qk, self.head_dim_vo)
         if self.backend == "fa3":
-            if self.cta_tile_q != fa3_tile_config(self.head_dim_qk, self.head_dim_vo, itemsize(self.kv_dtype)).cta_tile_q:
-                raise ArgumentError(f"cta_tile_q: got {self.cta_tile_q}, fa3 has one tile per head_dim")
+            transforms_logits, widths = self.soft_cap or self.pos_encoding == "ALIBI", (self.head_dim_qk, self.head_dim_vo)
+            kv_tile = fa3_tile_config(self.cta_tile_q, *widths, self.kv_tile, itemsize(self.kv_dtype)).kv_tile
+            rows = fa3_tile_qs(*widths, 1, transforms_logits, itemsize(self.kv_dtype))
+            if self.cta_tile_q not in rows:
+                raise ArgumentError(f"cta_tile_q: got {self.cta_tile_q}, this fa3 kernel has tiles of {' or '.join(map(str, rows))} rows")
+            if kv_tile not in fa3_kv_tiles(self.cta_tile_q, *widths, 1, transforms_logits, itemsize(self.kv_dtype)):
+                raise ArgumentError(f"kv_tile: got {self.kv_tile}, a tile of so many keys has no room for a soft cap or ALiBi")
+            object.__setattr__(self, "kv_tile", kv_tile)  # one value per kernel, whether it was named or not
+        elif self.kv_tile is not None:
+            raise ArgumentError(f"kv_tile: got {self.kv_tile}, fa2 has no choice of keys per tile")
         elif self.cta_tile_q not in CTA_TILE_Q or self.cta_tile_q > max_tile_q(self.head_dim_vo):
             raise ArgumentError(
                 f"cta_tile_q: got {self.cta_tile_q}, a tile at head_dim_vo {self.head_dim_vo} has 16 to {max_tile_q(self.head_dim_vo)} rows"
@@ -79,7 +99,9 @@ class AttentionVariant:
             raise ArgumentError(f"o_dtype: got {self.o_dtype}, outputs of {self.q_dtype} queries are float16 or bfloat16")
 
     def __str__(self) -> str:
-        name = f"{self.backend}_q{self.cta_tile_q}_{self.q_dtype}"
+        widths = self.head_dim_qk, self.head_dim_vo
+        is_first = self.kv_tile is None or self.kv_tile == FA3_TILES[itemsize(self.kv_dtype)][widths][self.cta_tile_q][0]
+        name = f"{self.backend}_q{self.cta_tile_q}" + ("" if is_first else f"x{self.kv_tile}") + f"_{self.q_dtype}"
         name += f"_o{self.o_dtype}" if self.o_dtype != self.q_dtype else ""
         name += f"_kv{self.kv_dtype}" if self.kv_dtype != self.q_dtype else ""
         name += f"_d{self.head_dim_qk}" + (f"x{self.head_dim_vo}" if self.head_dim_vo != self.head_dim_qk else "")
@@ -92,7 +114,7 @@ class AttentionVariant:
     def tile_config(self, smem_per_sm: int, smem_per_cta: int) -> TileConfig:
         """Tile shape of this kernel on a GPU with that much shared memory."""
         if self.backend == "fa3":
-            return fa3_tile_config(self.head_dim_qk, self.head_dim_vo, itemsize(self.kv_dtype))
+            return fa3_tile_config(self.cta_tile_q, self.head_dim_qk, self.head_dim_vo, self.kv_tile, itemsize(self.kv_dtype))
         return tile_config(self.cta_tile_q, self.head_dim_qk, self.head_dim_vo, itemsize(self.kv_dtype), smem_per_sm, smem_per_cta)
 
 

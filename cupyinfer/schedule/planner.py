@@ -16,8 +16,20 @@ from cupyinfer.schedule.layout import RegionCounts, lay_out, measure
 from cupyinfer.schedule.plan_info import DecodePlanInfo, PlanInfo, PrefillPlanInfo
 from cupyinfer.schedule.profile import DeviceProfile
 from cupyinfer.schedule.schedule import Schedule, SplitPolicy, make_schedule, make_split_policy
-from cupyinfer.schedule.tiles import FA3_ARCH, TileConfig, check_head_dims, fa3_tile_config, fa3_tiles, max_tile_q, tile_config
-from cupyinfer.schedule.tiling import KeySpan, choose_tile_q, make_tiles, tile_q_for_rows
+from cupyinfer.schedule.tiles import (
+    FA3_ARCH,
+    FA3_TILES,
+    TileConfig,
+    check_head_dims,
+    fa3_kv_tile,
+    fa3_kv_tiles,
+    fa3_tile_config,
+    fa3_tile_q,
+    fa3_tile_qs,
+    max_tile_q,
+    tile_config,
+)
+from cupyinfer.schedule.tiling import KeySpan, choose_tile_q, count_tiles, make_tiles, most_tiles, tile_q_for_rows
 from cupyinfer.workspace import AlignedAllocator, WorkspaceSize
 
 
@@ -37,6 +49,7 @@ class PlanShape:
         fixed_split_size: pages (ragged: keys) per part, or None.
         disable_split_kv: keep every unit in one CTA.
         backend: the kernels planned for, "fa2" or "fa3".
+        transforms_logits: the kernel has a soft cap or ALiBi; matters to fa3 only.
     """
 
     decode: bool
@@ -50,6 +63,7 @@ class PlanShape:
     fixed_split_size: int | None = None
     disable_split_kv: bool = False
     backend: str = "fa2"
+    transforms_logits: bool = False
 
     def __post_init__(self) -> None:
         check_heads(self.num_qo_heads, self.num_kv_heads)
@@ -66,10 +80,15 @@ class PlanShape:
         """True when a request's result must not depend on the rest of the batch."""
         return self.disable_split_kv or self.fixed_split_size is not None
 
-    def config(self, cta_tile_q: int, profile: DeviceProfile) -> TileConfig:
-        """Tile shape of the kernel with that many rows per tile on a GPU."""
+    def kv_tiles(self, cta_tile_q: int) -> tuple[int, ...]:
+        """Keys per tile of that many rows among which fa3 chooses by the batch. A choice that must not depend on it is the first."""
+        return fa3_kv_tiles(cta_tile_q, self.head_dim_qk, self.head_dim_vo, self.page_size, self.transforms_logits, self.kv_itemsize)
+
+    def config(self, cta_tile_q: int, profile: DeviceProfile, kv_tile: int | None = None) -> TileConfig:
+        """Tile shape of the kernel with that many rows per tile on a GPU; for fa3 also with that many keys, by default the first choice."""
         if self.backend == "fa3":
-            return fa3_tile_config(self.head_dim_qk, self.head_dim_vo, self.kv_itemsize)
+            kv_tile = self.kv_tiles(cta_tile_q)[0] if kv_tile is None else kv_tile
+            return fa3_tile_config(cta_tile_q, self.head_dim_qk, self.head_dim_vo, kv_tile, self.kv_itemsize)
         return tile_config(cta_tile_q, self.head_dim_qk, self.head_dim_vo, self.kv_itemsize, profile.smem_per_sm, profile.smem_per_cta)
 
     def policy(self, kv_tile: int) -> SplitPolicy:
@@ -98,13 +117,14 @@ class PlanShape:
         if limits is not None:
             return self.tile_q_of_limits(limits)
         if self.backend == "fa3":
-            return fa3_tile_config(self.head_dim_qk, self.head_dim_vo, self.kv_itemsize).cta_tile_q
+            return fa3_tile_q(self.possible_tile_qs(), lambda tile_q: count_tiles(geometry, self.group_size, tile_q))
         return choose_tile_q(geometry, self.group_size, self.head_dim_vo, self.invariant)
 
     def tile_q_of_limits(self, limits: BatchLimits) -> int:
         """Rows per tile that a CUDA-graph plan uses for every batch within `limits`."""
         if self.backend == "fa3":
-            return fa3_tile_config(self.head_dim_qk, self.head_dim_vo, self.kv_itemsize).cta_tile_q
+            tokens, batch = limits.max_num_qo_tokens, limits.max_batch_size
+            return fa3_tile_q(self.possible_tile_qs(), lambda tile_q: most_tiles(tokens, self.group_size, batch, tile_q))
         if self.decode:
             return 16 if self.group_size <= 16 else 64
         if self.invariant:
@@ -115,7 +135,8 @@ class PlanShape:
     def possible_tile_qs(self) -> tuple[int, ...]:
         """Rows per tile that some batch may get outside of CUDA graphs."""
         if self.backend == "fa3":
-            return (fa3_tile_config(self.head_dim_qk, self.head_dim_vo, self.kv_itemsize).cta_tile_q,)
+            tile_qs = fa3_tile_qs(self.head_dim_qk, self.head_dim_vo, self.page_size, self.transforms_logits, self.kv_itemsize)
+            return tile_qs[-1:] if self.invariant else tile_qs
         if self.decode:
             return (16,) if self.group_size <= 16 else (64,)
         if self.invariant:
@@ -219,6 +240,11 @@ def draft_plan(
     tile_q = shape.tile_q(geometry, graph_limits)
     config = shape.config(tile_q, profile)
     tiles = make_tiles(geometry, shape.group_size, tile_q, config.kv_tile, shape.span, mask_begin)
+    if shape.backend == "fa3" and graph_limits is None and not shape.invariant:
+        kv_tile = fa3_kv_tile(shape.kv_tiles(tile_q), tiles[:, 5] - tiles[:, 4])
+        if kv_tile != config.kv_tile:
+            config = shape.config(tile_q, profile, kv_tile)
+            tiles = make_tiles(geometry, shape.group_size, tile_q, kv_tile, shape.span, mask_begin)
     # Half of L2 for keys and values: queries and outputs stream through the rest.
     keys_in_l2 = profile.l2_bytes // 2 // (shape.num_kv_heads * (shape.head_dim_qk + shape.head_dim_vo) * shape.kv_itemsize)
     schedule = make_schedule(
@@ -266,8 +292,9 @@ def bound(
     """Bytes that suffice for every batch within `limits`, with or without CUDA graphs."""
     float_bytes = int_bytes = 0
     shapes = [shape]
-    if profile.arch == FA3_ARCH and not shape.decode and (shape.head_dim_qk, shape.head_dim_vo) in fa3_tiles(shape.kv_itemsize):
-        shapes.append(replace(shape, backend="fa3"))
+    if profile.arch == FA3_ARCH and not shape.decode and (shape.head_dim_qk, shape.head_dim_vo) in FA3_TILES[shape.kv_itemsize]:
+        fa3_shapes = (replace(shape, backend="fa3", transforms_logits=transforms) for transforms in (False, True))
+        shapes += [one for one in fa3_shapes if one.possible_tile_qs()]
     for one in shapes:
         for tile_q in one.possible_tile_qs():
             size = measure(one.capacity(one.config(tile_q, profile), profile, limits, num_page_indices, value_bytes))

@@ -3,8 +3,13 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+
+import numpy as np
+import numpy.typing as npt
 
 from cupyinfer.errors import UnsupportedError
 
@@ -23,15 +28,34 @@ DECODE_BYTES_IN_FLIGHT = 64 * 1024
 #: Static shared memory of the 16-row kernel besides its table of RoPE frequencies.
 _STATIC_SMEM = 384
 
-#: Tiles of the fa3 kernels, (query rows, keys) by (head_dim_qk, head_dim_vo): two consumer warpgroups of 64 rows, and as many keys as
-#: leave two K/V stages room in 227 KB and the logits and weights of a tile room in 224 registers beside the output; a power of two, so
-#: that pages of any power of two fit (at head_dim 256 plain logits would leave room for 80 keys, capped ones not).
-FA3_TILES = {(64, 64): (128, 128), (128, 128): (128, 128), (192, 128): (128, 128), (256, 256): (128, 64)}
-#: The same for fp8 queries and caches, whose values take a second ring: turned, with the keys of a column side by side. Up to head_dim_vo
-#: 128 there is room for a bank of outputs in float besides, see fa3_fp8_bank.cuh.
-FA3_FP8_TILES = {(64, 64): (128, 128), (128, 128): (128, 128), (192, 128): (128, 64), (256, 256): (128, 64)}
+#: Tiles of the fa3 kernels by bytes per element and (head_dim_qk, head_dim_vo): query rows, a consumer warpgroup per 64, and for each the
+#: choices of keys. Two consumers have 216 to 224 registers a thread, three 152 to 160: there a tile's output, logits and packed weights
+#: must find room, without a soft cap or ALiBi, and so there is no 192-row tile for wider heads. Of keys the first choice is the most that
+#: also leaves two K/V stages room in 227 KB, a power of two where pages of any power of two would not fit otherwise (at head_dim 256 plain
+#: logits would leave room for 80 keys, capped ones not). A second choice has no registers for a soft cap or ALiBi. fp8 packs four weights
+#: to a register, but has rings of values as copied and as turned, and a bank of outputs (fa3_fp8_bank.cuh).
+FA3_TILES: dict[int, dict[tuple[int, int], dict[int, tuple[int, ...]]]] = {
+    2: {
+        (64, 64): {128: (128,), 192: (128,)},
+        (128, 128): {128: (128, 160)},
+        (192, 128): {128: (128,)},
+        (256, 256): {128: (64,)},
+    },
+    1: {
+        (64, 64): {128: (128,), 192: (128,)},
+        (128, 128): {128: (128,), 192: (96,)},
+        (192, 128): {128: (128,), 192: (96,)},
+        (256, 256): {128: (64,)},
+    },
+}
 FA3_ARCH = "sm_90a"
+#: Times that tiles of 128 and 192 rows take for as many keys, in one unit. Measured on an H200 at head_dim 64: 418 and 503 TFLOP/s.
+_FA3_TILE_TIME = {128: 4, 192: 5}
 _FA3_STAGES = 2
+#: Time per key of a tile's first choice of keys relative to its second, where no tile holds padding. Measured on an H200 at head_dim 128.
+_FA3_LONG_TILE_GAIN = 1.02
+#: The copy engine's swizzle repeats every 8 rows, so that is the smallest box of a paged cache.
+FA3_LEAST_PAGE = 8
 
 
 @dataclass(frozen=True)
@@ -125,34 +149,102 @@ def _prefill_config(
     return best
 
 
-def fa3_tiles(kv_itemsize: int) -> dict[tuple[int, int], tuple[int, int]]:
-    """Tiles of the fa3 kernels for operands of that size: a cache has the queries' type there."""
-    return FA3_FP8_TILES if kv_itemsize == 1 else FA3_TILES
+def fa3_key_choices(head_dim_qk: int, head_dim_vo: int, transforms_logits: bool, kv_itemsize: int = 2) -> tuple[int, ...]:
+    """Keys that some fa3 tile of that width has."""
+    rows = FA3_TILES[kv_itemsize][head_dim_qk, head_dim_vo]
+    found = (fa3_kv_tiles(cta_tile_q, head_dim_qk, head_dim_vo, 1, transforms_logits, kv_itemsize) for cta_tile_q in rows)
+    return tuple(dict.fromkeys(itertools.chain.from_iterable(found)))
 
 
 @cache
-def fa3_tile_config(head_dim_qk: int, head_dim_vo: int, kv_itemsize: int = 2) -> TileConfig:
+def fa3_tile_qs(head_dim_qk: int, head_dim_vo: int, page_size: int, transforms_logits: bool, kv_itemsize: int = 2) -> tuple[int, ...]:
+    """Query rows of the fa3 kernels that fit a cache's pages; arguments as for `fa3_kv_tiles`."""
+    rows = FA3_TILES[kv_itemsize][head_dim_qk, head_dim_vo]
+    return tuple(tile_q for tile_q in rows if fa3_kv_tiles(tile_q, head_dim_qk, head_dim_vo, page_size, transforms_logits, kv_itemsize))
+
+
+def fa3_tile_q(tile_qs: tuple[int, ...], num_tiles: Callable[[int], int]) -> int:
+    """Whichever of `tile_qs` takes least time for a batch that makes `num_tiles(rows)` tiles: taller ones are faster, but pad more."""
+    return min(reversed(tile_qs), key=lambda tile_q: num_tiles(tile_q) * _FA3_TILE_TIME[tile_q])
+
+
+@cache
+def fa3_tile_config(cta_tile_q: int, head_dim_qk: int, head_dim_vo: int, kv_tile: int | None = None, kv_itemsize: int = 2) -> TileConfig:
     """Shape of one fa3 kernel: one CTA per SM, a producer warpgroup and a consumer warpgroup per 64 query rows.
 
+    Args:
+        cta_tile_q: query rows.
+        head_dim_qk: width of queries and keys.
+        head_dim_vo: width of values and outputs.
+        kv_tile: one of the choices of keys, by default the first.
+        kv_itemsize: bytes per element of cache and queries.
+
     Raises:
-        UnsupportedError: no tile for these widths.
+        UnsupportedError: no tile for these widths, or not with that many rows or keys.
     """
-    tiles = fa3_tiles(kv_itemsize)
-    if (head_dim_qk, head_dim_vo) not in tiles:
-        raise UnsupportedError(f"head_dim: got {head_dim_qk} (head_dim_vo {head_dim_vo}), fa3 has {', '.join(map(str, tiles))}")
-    cta_tile_q, kv_tile = tiles[head_dim_qk, head_dim_vo]
+    widths = FA3_TILES[kv_itemsize]
+    if (head_dim_qk, head_dim_vo) not in widths:
+        raise UnsupportedError(f"head_dim: got {head_dim_qk} (head_dim_vo {head_dim_vo}), fa3 has {', '.join(map(str, widths))}")
+    rows = widths[head_dim_qk, head_dim_vo]
+    if cta_tile_q not in rows:
+        raise UnsupportedError(f"cta_tile_q: got {cta_tile_q}, fa3 has {', '.join(map(str, rows))} at head_dim {head_dim_qk}")
+    choices = rows[cta_tile_q]
+    kv_tile = choices[0] if kv_tile is None else kv_tile
+    if kv_tile not in choices:
+        raise UnsupportedError(f"kv_tile: got {kv_tile}, fa3 has {', '.join(map(str, choices))} at head_dim {head_dim_qk}")
     smem = fa3_smem_bytes(cta_tile_q, kv_tile, _FA3_STAGES, head_dim_qk, head_dim_vo, kv_itemsize)
     return TileConfig(cta_tile_q, kv_tile, 4 + cta_tile_q // 16, _FA3_STAGES, smem, 1)
 
 
 def fa3_smem_bytes(cta_tile_q: int, kv_tile: int, num_stages: int, head_dim_qk: int, head_dim_vo: int, kv_itemsize: int = 2) -> int:
-    """Shared memory of an fa3 kernel: K/V ring (fp8: a second one of V), two query tiles and an output tile (wide heads: one, 16-bit
-    outputs over it), records, and of fp8 the bank of outputs."""
-    fp8, wide = kv_itemsize == 1, head_dim_qk > 128
+    """Shared memory of an fa3 kernel: K/V ring (fp8: a second one of V), buffers of query rows that outputs leave from, records, and of
+    fp8 the bank of outputs."""
+    fp8 = kv_itemsize == 1
     ring = num_stages * kv_tile * (head_dim_qk + (1 + fp8) * head_dim_vo) * kv_itemsize
-    rows = cta_tile_q * ((1 if wide else 2) * head_dim_qk * kv_itemsize + (0 if wide and not fp8 else 2 * head_dim_vo))
-    bank = 4 * cta_tile_q * head_dim_vo if fp8 and head_dim_vo <= 128 else 0
-    return ring + rows + bank + 2048 + 1024  # control block; alignment to the swizzle's period
+    row_buffers = 1 if head_dim_qk > 128 else 2 if fp8 or kv_tile > 128 else 3
+    rows = row_buffers * cta_tile_q * max(head_dim_qk * kv_itemsize, head_dim_vo * 2)
+    bank = cta_tile_q * head_dim_vo * 2 if fp8 else 0
+    return ring + rows + bank + 1024 + cta_tile_q * 8 + 1024  # control block; alignment to the swizzle's period
+
+
+def fa3_box_rows(page_size: int, kv_tile: int) -> int | None:
+    """Keys per box of the copy engine: a page, or a tile of a larger page; None when tiles and pages do not fit together."""
+    if page_size % FA3_LEAST_PAGE == 0 and kv_tile % page_size == 0:
+        return page_size
+    return kv_tile if page_size % kv_tile == 0 else None
+
+
+@cache
+def fa3_kv_tiles(
+    cta_tile_q: int, head_dim_qk: int, head_dim_vo: int, page_size: int, transforms_logits: bool, kv_itemsize: int = 2
+) -> tuple[int, ...]:
+    """Choices of keys per tile that fit a cache's pages.
+
+    Args:
+        cta_tile_q: query rows of the tile.
+        head_dim_qk: width of queries and keys, with `head_dim_vo` one of FA3_TILES.
+        head_dim_vo: width of values and outputs.
+        page_size: keys per page, 1 for ragged caches.
+        transforms_logits: a soft cap or ALiBi changes the logits.
+        kv_itemsize: bytes per element of cache and queries.
+    """
+    choices = FA3_TILES[kv_itemsize][head_dim_qk, head_dim_vo][cta_tile_q]
+    if transforms_logits:
+        choices = choices[:1] if cta_tile_q <= 128 else ()
+    return choices if page_size == 1 else tuple(tile for tile in choices if fa3_box_rows(page_size, tile) is not None)
+
+
+def fa3_kv_tile(choices: tuple[int, ...], keys: npt.NDArray[np.int32]) -> int:
+    """Keys per tile for a batch: the second choice, which is faster per key, unless padding eats that up.
+
+    Args:
+        choices: of `fa3_kv_tiles`.
+        keys: [num_tiles] keys of each query tile.
+    """
+    if len(choices) == 1:
+        return choices[0]
+    first, second = (tile * int((-(-keys // tile)).sum(dtype=np.int64)) for tile in choices)
+    return choices[1] if second <= _FA3_LONG_TILE_GAIN * first else choices[0]
 
 
 def max_tile_q(head_dim_vo: int) -> int:

@@ -7,19 +7,14 @@
 #include "tile/fa3_producer.cuh"
 
 // 16-byte chunks that a lane has in flight on their way from one tile to the other.
-constexpr int kTurnBatch = 4;
+constexpr int kTurnBatch = kFewRegisters ? 2 : 4;
 static_assert(kHeadDimVo / 16 % kTurnBatch == 0, "batches run along a row");
-
-// Of a tile's keys, the first that some row sees, and the first that does not exist.
-struct KeyBounds {
-  int first_seen, first_missing;
-};
 
 // Keys of a copied tile that no row sees or that do not exist become zeros: they hold any bits at all, and 0 * NaN is NaN.
 __device__ __forceinline__ void clear_copied_values(unsigned copy, const KeyBounds& bounds) {
   constexpr int kChunks = kBlockRowBytes / 16;
 #pragma unroll 1
-  for (int idx = lane_idx(); idx < kKvTile * kChunks; idx += 32) {
+  for (int idx = producer_lane(); idx < kKvTile * kChunks; idx += 32) {
     int key = idx / kChunks;
     if (key >= bounds.first_seen && key < bounds.first_missing) continue;
 #pragma unroll
@@ -36,7 +31,7 @@ __device__ __forceinline__ void clear_copied_values(unsigned copy, const KeyBoun
 // to 7 and the odd ones rows 8 to 15, so that eight stored rows never share a bank; outputs are put back in order (see output_dims).
 __device__ __forceinline__ void turn_values(unsigned copy, unsigned turned) {
   constexpr unsigned kChunks = kBlockRowBytes / 16, kTurnedChunks = kTurnedRowBytes / 16;
-  unsigned lane = lane_idx(), row = lane % 16, half = lane / 16;
+  unsigned lane = producer_lane(), row = lane % 16, half = lane / 16;
 #pragma unroll 1
   for (unsigned keys = 0; keys < kKvTile / 32; ++keys) {
     unsigned source = copy + keys * 32 * kBlockRowBytes;
@@ -63,61 +58,65 @@ __device__ __forceinline__ void turn_values(unsigned copy, unsigned turned) {
 struct ValueTiles {
   const Fa3Params& params;
   const Shared& shared;
-  SegmentKeys keys = {0, 0, 0, 0, 0, true};
-  int kv_len = 0, key_begin = 0;  // the next tile's first key
-  unsigned slot = 0;              // of the next segment
+  unsigned slot = 0;   // of the segment
+  bool begun = false;  // it has been read, and key_begin is the first key of its next tile
+  int key_begin;
   BoxOrigin origin;
 
-  __device__ __forceinline__ ValueTiles(const Fa3Params& params, const Shared& shared) : params(params), shared(shared), origin(params, keys, 0) {}
+  __device__ __forceinline__ ValueTiles(const Fa3Params& params, const Shared& shared) : params(params), shared(shared) {}
+
+  __device__ __forceinline__ const QueuedWork& work() const { return shared.work(slot); }
 
   // Go to the segment of the next tile. False when there is none, or `may_wait` is false and it is not published yet: it may depend on
   // tiles that are still to be turned.
   __device__ __forceinline__ bool find(bool may_wait) {
 #pragma unroll 1
-    while (keys.valid && key_begin >= keys.kv_end) {
-      if (!may_wait && !__all_sync(kFullWarp, mbarrier_test(shared.barrier(kWorkFull + slot % kWorkSlots), slot / kWorkSlots & 1))) return false;
-      const QueuedWork& work = wait_for_work(shared, slot);
-      keys = {work.segment.kv_begin, work.segment.kv_end, work.segment.first_seen, work.tile.kv_base, work.segment.kv_head, work.valid};
-      kv_len = work.tile.kv_len, key_begin = keys.kv_begin;
+    while (true) {
+      if (!begun) {
+        if (!may_wait && !__all_sync(kFullWarp, mbarrier_test(shared.barrier(kWorkFull + slot % kWorkSlots), slot / kWorkSlots & 1))) return false;
+        if (!wait_for_work(shared, slot).valid) return false;
+        begun = true, key_begin = work().segment.kv_begin;
+        origin = BoxOrigin(params, work(), key_begin);
+      }
+      if (key_begin < work().segment.kv_end) return true;
       release_work(shared, slot++);
-      if (keys.valid) origin = BoxOrigin(params, keys, key_begin);
+      begun = false;
     }
-    return keys.valid;
   }
   __device__ __forceinline__ void advance() {
     key_begin += kKvTile;
     // The page table is read one tile ahead.
-    origin = BoxOrigin(params, keys, key_begin);
+    origin = BoxOrigin(params, work(), key_begin);
   }
 };
 
 // Copy every V tile of the CTA, two ahead, and turn it once the consumers have done with the one before the last.
 __device__ __forceinline__ void produce_turned_v(const Fa3Params& params, const Shared& shared) {
-  if (lane_idx() == 0) tma_prefetch_map(params.v);
+  if (producer_lane() == 0) tma_prefetch_map(params.v);
   ValueTiles tiles(params, shared);
-  int num_boxes = boxes_per_tile(params);
   unsigned num_copied = 0;
-  KeyBounds oldest = {}, newest = {};  // of the tiles on their way
 #pragma unroll 1
   for (unsigned count = 0;; ++count) {
     // This warp alone reads copies, so a stage is free once its last tile has been turned.
 #pragma unroll 1
     while (num_copied - count < kNumStages && tiles.find(num_copied == count)) {
-      newest = {tiles.keys.first_seen - tiles.key_begin, tiles.kv_len - tiles.key_begin};
-      if (num_copied == count) oldest = newest;
+      if (producer_lane() == 0) {
+        shared.control->copied[num_copied % kNumStages] = {tiles.work().segment.first_seen - tiles.key_begin,
+                                                           tiles.work().tile.kv_len - tiles.key_begin};
+      }
       copy_tile<kVoBlocks>(params, params.v, shared.v_copy(num_copied), shared.barrier(kVCopied + num_copied % kNumStages), tiles.origin,
-                           tiles.keys.kv_head, num_boxes);
+                           tiles.work().segment.kv_head);
       tiles.advance();
       ++num_copied;
     }
     if (num_copied == count) return;
     wait_full(shared, kVCopied, count);
-    if (oldest.first_seen > 0 || oldest.first_missing < kKvTile) clear_copied_values(shared.v_copy(count), oldest);
+    const KeyBounds& bounds = shared.control->copied[count % kNumStages];
+    if (bounds.first_seen > 0 || bounds.first_missing < kKvTile) clear_copied_values(shared.v_copy(count), bounds);
     wait_empty(shared, kVEmpty, count);
     turn_values(shared.v_copy(count), shared.v_tile(count));
     fence_async_proxy();
     __syncwarp();
-    if (lane_idx() == 0) mbarrier_arrive(shared.barrier(kVFull + count % kNumStages));
-    oldest = newest;
+    if (producer_lane() == 0) mbarrier_arrive(shared.barrier(kVFull + count % kNumStages));
   }
 }
