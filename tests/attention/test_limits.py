@@ -129,7 +129,7 @@ def test_a_page_past_the_cache_is_refused(backend: str) -> None:
     call = Call(Case((4,), indices_on="host"), backend)
     call.plan_args[1] = np.array([999], np.int32)
     call.plan()
-    with pytest.raises(ArgumentError, match=r"k: has 4 pages, the page table refers to page 999"):
+    with pytest.raises(ArgumentError, match=r"^paged_kv_cache \(K\): has 4 pages, the page table refers to page 999"):
         call.run()
 
 
