@@ -372,18 +372,6 @@ def test_missing_workspaces(backend: str) -> None:
             call.check(call.run())
 
 
-def test_wrong_construction(backend: str) -> None:
-    for wrapper in WRAPPERS.values():
-        with pytest.raises(ArgumentError, match="kv_layout: got 'NDH', expected 'NHD' or 'HND'"):
-            wrapper(kv_layout="NDH", backend=backend)
-        with pytest.raises(ArgumentError, match="backend: got 'fa9', expected one of auto, fa2, fa3, host"):
-            wrapper(backend="fa9")
-        with pytest.raises(ArgumentError, match=r"profile: got 'h900', known are .*h200"):
-            wrapper(profile="h900", backend=backend)
-        with pytest.raises(ArgumentTypeError, match="profile: got int"):
-            wrapper(profile=90, backend=backend)
-
-
 @pytest.mark.gpu
 def test_arrays_of_two_places_are_refused() -> None:
     for op in OPS:

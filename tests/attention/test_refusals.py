@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a stranger may try: memory that is used twice, numbers without bounds, GPU backends where there is no GPU."""
+"""What a stranger may try: wrong constructions, memory that is used twice, numbers without bounds, GPU backends where there is no GPU."""
 
 from __future__ import annotations
 
@@ -179,3 +179,15 @@ def test_flags_are_true_or_false(value: Any, backend: str) -> None:
     for single, query in ((single_decode_with_kv_cache, q[0]), (single_prefill_with_kv_cache, q)):
         with pytest.raises(ArgumentTypeError, match=f"^return_lse: {words}$"):
             single(query, k, v, return_lse=value)
+
+
+def test_wrong_construction(backend: str) -> None:
+    for wrapper in WRAPPERS.values():
+        with pytest.raises(ArgumentError, match="kv_layout: got 'NDH', expected 'NHD' or 'HND'"):
+            wrapper(kv_layout="NDH", backend=backend)
+        with pytest.raises(ArgumentError, match="backend: got 'fa9', expected one of auto, fa2, fa3, host"):
+            wrapper(backend="fa9")
+        with pytest.raises(ArgumentError, match=r"profile: got 'h900', known are .*h200"):
+            wrapper(profile="h900", backend=backend)
+        with pytest.raises(ArgumentTypeError, match="profile: got int"):
+            wrapper(profile=90, backend=backend)

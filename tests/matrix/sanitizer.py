@@ -30,7 +30,7 @@ _COMMON = ("--error-exitcode", str(FOUND), "--target-processes", "application-on
 #:
 #: memcheck: padding between allocations makes a read just past an array an error, and there is an allocation per array. It knows the
 #: bulk copies and warpgroup products of fa3 (--check-bulk-copy and --check-warpgroup-mma, on by default). What it reports about CUDA
-#: calls that fail counts too.
+#: calls that fail counts too, but for a runtime that asks whether an older driver has a function.
 #:
 #: racecheck: shared memory only. It follows bar.sync, named barriers, cp.async (--racecheck-memcpy-async, on by default) and mbarriers,
 #: whose number per block it finds out. A bulk tensor copy (cp.async.bulk.tensor, the only kind fa3 issues) belongs to no thread, and a
@@ -41,7 +41,7 @@ _COMMON = ("--error-exitcode", str(FOUND), "--target-processes", "application-on
 #:
 #: initcheck: reads of global memory that nothing has written since it was allocated, on the device and in copies to the host.
 TOOLS = {
-    "memcheck": ("--tool", "memcheck", "--padding", "256"),
+    "memcheck": ("--tool", "memcheck", "--padding", "256", "--ignore-getprocaddress-notfound"),
     "racecheck": ("--tool", "racecheck", "--racecheck-report", "analysis"),
     "initcheck": ("--tool", "initcheck"),
 }
@@ -50,6 +50,8 @@ _SUMMARY = re.compile(r"(ERROR|RACECHECK) SUMMARY: .*")
 #: What a sanitizer says where it cannot work, such as in some virtual machines.
 _REFUSAL = re.compile(r".*(Device not supported|Unable to find injection|Failed to initialize).*")
 _SHOWN_LINES = 40
+#: Seconds that the task at hand may still take when the time is up.
+_GRACE = 40.0
 
 
 def find_sanitizer() -> str | None:
@@ -134,7 +136,7 @@ def run_tools(sanitizer: str, tools: Sequence[str], arguments: Sequence[str], se
         sanitizer: path of compute-sanitizer.
         tools: names in TOOLS.
         arguments: of the process inside.
-        seconds: until no new task is begun; a tool that is not done a minute later is killed.
+        seconds: until no new task is begun; a tool that is not done _GRACE seconds later is killed.
     """
     begin, running = time.monotonic(), {}
     for tool in tools:
@@ -147,11 +149,11 @@ def run_tools(sanitizer: str, tools: Sequence[str], arguments: Sequence[str], se
     codes = []
     for tool, process in running.items():
         try:
-            output, _ = process.communicate(timeout=max(1.0, seconds + 60 - (time.monotonic() - begin)))
+            output, _ = process.communicate(timeout=max(1.0, seconds + _GRACE - (time.monotonic() - begin)))
         except subprocess.TimeoutExpired:
             process.kill()
             output, _ = process.communicate()
-            output += f"\nkilled after {seconds + 60:g} seconds"
+            output += f"\nkilled after {seconds + _GRACE:g} seconds"
         codes.append(judge(tool, process.returncode, output, time.monotonic() - begin))
     return next((code for code in (FAILED, UNAVAILABLE, UNFINISHED) if code in codes), 0)
 
@@ -178,7 +180,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.matrix.sanitizer", description=__doc__)
     parser.add_argument("--cells", type=int, default=12, help="how many cells of fa2; of fa3, on a GPU that has it, half as many")
     parser.add_argument("--tools", nargs="+", choices=list(TOOLS), default=list(TOOLS))
-    parser.add_argument("--seconds", type=float, default=120.0, help="begin nothing after this long; compiling comes before")
+    parser.add_argument("--seconds", type=float, default=100.0, help="begin nothing after this long; compiling comes before")
     parser.add_argument("--list", action="store_true", help="only name the tasks")
     parser.add_argument("--inside", action="store_true", help="run the tasks in this process: what a tool is given")
     parser.add_argument("--eager", action="store_true", help="with --inside: no CUDA graphs")
