@@ -23,7 +23,7 @@ from tests.matrix.cells import Cell, kernels_of, matrix_cells
 from tests.matrix.report import ROOT
 from tests.matrix.run import compile_kernels, gpu_arch
 
-#: A sanitizer exits with this when it found something; what runs inside exits with one of the others.
+#: A sanitizer exits with this when it found something; this program exits with one of the others.
 FOUND, FAILED, UNFINISHED, UNAVAILABLE = 86, 1, 3, 2
 _COMMON = ("--error-exitcode", str(FOUND), "--target-processes", "application-only", "--print-limit", "20")
 #: Arguments of each tool.
@@ -46,7 +46,8 @@ TOOLS = {
     "initcheck": ("--tool", "initcheck"),
 }
 _PLACES = ("/usr/local/cuda/bin", "/usr/local/cuda/compute-sanitizer")
-_SUMMARY = re.compile(r"(ERROR|RACECHECK) SUMMARY: .*")
+_SUMMARY = re.compile(r"(ERROR|RACECHECK) SUMMARY: (?P<found>\d+).*")
+_COUNTED = re.compile(r"(?P<passed>\d+) of (?P<total>\d+) tasks passed, (?P<failed>\d+) failed")
 #: What a sanitizer says where it cannot work, such as in some virtual machines.
 _REFUSAL = re.compile(r".*(Device not supported|Unable to find injection|Failed to initialize).*")
 _SHOWN_LINES = 40
@@ -111,8 +112,8 @@ def tasks_of(cells: dict[str, list[Cell]], graph: bool) -> list[Task]:
     ]
 
 
-def run_inside(tasks: Sequence[Task], seconds: float) -> int:
-    """Run tasks in this process until the time is up; FAILED if a result was wrong, UNFINISHED if the time was too short."""
+def run_inside(tasks: Sequence[Task], seconds: float) -> None:
+    """Run tasks in this process until the time is up, and say how it went: a sanitizer takes an exit code for a fault of its own."""
     end, failed, done = time.monotonic() + seconds, 0, 0
     for task in tasks:
         if time.monotonic() > end:
@@ -125,8 +126,7 @@ def run_inside(tasks: Sequence[Task], seconds: float) -> int:
             print(f"FAILED {task.name}\n  {type(error).__name__}: {error}", flush=True)
         done += 1
         print(f"task {done}: {time.monotonic() - begin:.1f} s, {task.name}", flush=True)
-    print(f"{done - failed} of {len(tasks)} tasks passed", flush=True)
-    return FAILED if failed else 0 if done == len(tasks) else UNFINISHED
+    print(f"{done - failed} of {len(tasks)} tasks passed, {failed} failed", flush=True)
 
 
 def run_tools(sanitizer: str, tools: Sequence[str], arguments: Sequence[str], seconds: float) -> int:
@@ -160,19 +160,20 @@ def run_tools(sanitizer: str, tools: Sequence[str], arguments: Sequence[str], se
 
 def judge(tool: str, exit_code: int, output: str, seconds: float) -> int:
     """Say what a tool found; FAILED, UNAVAILABLE (the tool does not work here), UNFINISHED (and nothing found so far) or 0."""
-    refusal, summary = _REFUSAL.search(output), _SUMMARY.search(output)
-    counted = [line for line in output.splitlines() if "tasks passed" in line]
+    refusal, summary, counted = (pattern.search(output) for pattern in (_REFUSAL, _SUMMARY, _COUNTED))
     if refusal is not None:
         print(f"{tool}: cannot work on this machine: {refusal.group().strip()}", flush=True)
         return UNAVAILABLE
-    # An exit code of the process inside is handed on when the tool has nothing to say itself.
-    passed = exit_code in (0, UNFINISHED) and summary is not None and bool(counted)
-    state = "FAILED" if not passed else "unfinished" if exit_code == UNFINISHED else "passed"
+    # Warnings alone may leave the exit code at 0.
+    clean = exit_code == 0 and summary is not None and summary["found"] == "0"
+    passed = clean and counted is not None and counted["failed"] == "0"
+    finished = counted is not None and counted["passed"] == counted["total"]
+    state = "FAILED" if not passed else "passed" if finished else "unfinished"
     print(f"{tool}: {state}, exit code {exit_code}, {seconds:.0f} s")
-    print(f"  {summary.group() if summary else 'no summary'}")
-    lines = counted if passed else counted + [line for line in output.splitlines() if not line.startswith("task ")][:_SHOWN_LINES]
+    lines = [found.group() if found else f"no {what}" for found, what in ((summary, "summary"), (counted, "count of tasks"))]
+    lines += [] if passed else [line for line in output.splitlines() if not line.startswith("task ")][:_SHOWN_LINES]
     print("".join(f"  {line}\n" for line in lines), end="", flush=True)
-    return FAILED if not passed else exit_code
+    return FAILED if not passed else 0 if finished else UNFINISHED
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -192,7 +193,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("\n".join(task.name for task in tasks_of(cells, True)))
         return 0
     if arguments.inside:
-        return run_inside(tasks_of(cells, not arguments.eager), arguments.seconds)
+        run_inside(tasks_of(cells, not arguments.eager), arguments.seconds)
+        return 0
     sanitizer = find_sanitizer()
     if sanitizer is None:
         print("compute-sanitizer was not found on PATH; it comes with the CUDA toolkit (Debian, Ubuntu: cuda-sanitizer-12-9)")
