@@ -54,6 +54,13 @@ def check_kv_layout(kv_layout: Any) -> str:
     return str(kv_layout)
 
 
+def check_flag(value: Any, argument: str) -> bool:
+    """Return `value` as a bool; raise ArgumentTypeError unless it is one: "no" would be true."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise ArgumentTypeError(f"{argument}: got {value!r}, expected True or False")
+    return bool(value)
+
+
 def check_float(value: Any, argument: str) -> float:
     """A finite number; raise ArgumentTypeError or ArgumentError otherwise."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):

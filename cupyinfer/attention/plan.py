@@ -11,8 +11,8 @@ import numpy.typing as npt
 
 from cupyinfer.attention.backend_choice import choose_backend
 from cupyinfer.attention.metadata import PageTable, PlanValues
-from cupyinfer.attention.options import FLOAT32_MAX, AttentionOptions, check_float32, check_positive
-from cupyinfer.attention.run_arrays import ArrayChecker
+from cupyinfer.attention.options import FLOAT32_MAX, AttentionOptions, check_flag, check_float32, check_positive
+from cupyinfer.attention.run_arrays import ArrayChecker, PlanMemories
 from cupyinfer.attention.user_arguments import UserValues
 from cupyinfer.attention.workspaces import Workspaces
 from cupyinfer.backends.arrays import OWN_PRODUCERS, RunScales, per_head_scale
@@ -92,7 +92,14 @@ class Plan:
         device: where it runs.
     """
 
-    def __init__(self, request: AttentionRequest, info: PlanInfo, device: Device, launcher: Fa2Launcher | HostLauncher) -> None:
+    def __init__(
+        self,
+        request: AttentionRequest,
+        info: PlanInfo,
+        device: Device,
+        launcher: Fa2Launcher | HostLauncher,
+        memory: PlanMemories,
+    ) -> None:
         self.info = info
         self.options = request.options
         self.device = device
@@ -100,7 +107,7 @@ class Plan:
         self._pages = request.pages
         self._values = request.values
         self._plain_scales = RunScales(request.options.sm_scale, 1.0, 1.0)
-        self._checker = ArrayChecker(request.options, info, request.kv_layout, device, request.pages.max_page)
+        self._checker = ArrayChecker(request.options, info, request.kv_layout, device, request.pages.max_page, memory)
 
     def run(
         self,
@@ -119,6 +126,8 @@ class Plan:
         """Attention of the planned batch. Arguments and errors as for the wrappers' `run`; `user` holds a variant's parameters."""
         if (user is None) != (self.options.user_variant is None):
             raise StateError("plan: one of a module with a user variant runs through that module, any other one without a variant")
+        if return_lse is not True and return_lse is not False:
+            return_lse = check_flag(return_lse, "return_lse")
         scales = self._plain_scales
         if not (q_scale is None and k_scale is None and v_scale is None):
             scales = self._scales(q_scale, k_scale, v_scale)
@@ -259,7 +268,7 @@ def _plan_on_host(request: AttentionRequest, draft: PlanDraft, info: PlanInfo, w
     }
     heads_first = request.kv_layout == "HND"
     launcher = HostLauncher(info, floats, ints, fixed, options.kv_dtype, heads_first, options.head_dim_vo)
-    return Plan(request, info, CPU_DEVICE, launcher)
+    return Plan(request, info, CPU_DEVICE, launcher, workspaces.memory(info))
 
 
 def _planned_kernel(
@@ -320,4 +329,4 @@ def _plan_on_gpu(request: AttentionRequest, draft: PlanDraft, info: PlanInfo, wo
         launcher.upload(lambda block: _fill(request, draft, info, block), info.int_bytes, ints)
     if pages is not None and request.pages.copied:
         launcher.copy(pages.ptr, 4 * request.pages.num_entries, fields["page_indices"])
-    return Plan(request, info, device, launcher)
+    return Plan(request, info, device, launcher, workspaces.memory(info))

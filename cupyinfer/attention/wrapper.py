@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from cupyinfer.attention.metadata import PlanValues, alibi_slopes
-from cupyinfer.attention.options import AttentionOptions, check_kv_layout
+from cupyinfer.attention.options import AttentionOptions, check_flag, check_kv_layout
 from cupyinfer.attention.plan import AttentionRequest, Plan, plan_attention
 from cupyinfer.attention.workspaces import Workspaces, check_backend
 from cupyinfer.backends.device import current_device, read_profile
@@ -72,7 +72,7 @@ class BatchAttentionWrapper:
         self._kv_layout = check_kv_layout(kv_layout)
         self._backend = check_backend(backend)
         self._profile = None if profile is None else named_profile(profile)
-        self._use_cuda_graph = bool(use_cuda_graph)
+        self._use_cuda_graph = check_flag(use_cuda_graph, "use_cuda_graph")
         capacity = {
             "max_batch_size": max_batch_size,
             "max_num_qo_tokens": max_num_qo_tokens,

@@ -247,7 +247,7 @@ def test_arrays_of_two_gpus_are_refused(two_gpus: None) -> None:
     here, there = calls
     with pytest.raises(ArgumentError, match="q: lies on cuda:1, the plan is for cuda:0"):
         here.wrapper.run(there.q, tuple(here.caches))
-    with pytest.raises(ArgumentError, match="k: lies on cuda:1, the plan is for cuda:0"):
+    with pytest.raises(ArgumentError, match=r"paged_kv_cache \(K\): lies on cuda:1, the plan is for cuda:0"):
         here.wrapper.run(here.q, tuple(there.caches))
     with pytest.raises(ArgumentError, match="indices: lies on cuda:1, the workspaces on cuda:0"):
         here.wrapper.plan(*there.plan_args, **there.plan_options)

@@ -198,7 +198,7 @@ class Data:
         empty = self.q.shape[:2]
         if not self.q.shape[0]:
             nothing = np.zeros((*empty, self.case.head_dims[1])), np.zeros(empty)
-            return nothing, (nothing[0].astype(self.q.dtype), nothing[1].astype(np.float32))
+            return nothing, (nothing[0].astype(np.float32), nothing[1].astype(np.float32))
         return attention_oracle(*call), low_precision_reference(*call)
 
 
