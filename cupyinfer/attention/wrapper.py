@@ -133,7 +133,7 @@ class BatchAttentionWrapper:
             batch, tokens, pages, kv_len = self._capacity
             batch = geometry.batch_size if batch is None else batch
             tokens = batch if request.options.decode else geometry.num_qo_tokens if tokens is None else tokens
-            kv_len = int(geometry.kv_len.max(initial=0)) if kv_len is None and request.options.fixed_split_size is not None else kv_len
+            kv_len = geometry.longest_kv if kv_len is None and request.options.fixed_split_size is not None else kv_len
             graph = BatchLimits(batch, tokens, kv_len), geometry.num_kv_entries if pages is None else pages, request.options
         elif graph[2] != request.options:
             raise ArgumentError(f"plan: a CUDA graph keeps the options of its first plan, {graph[2]}; got {request.options}")

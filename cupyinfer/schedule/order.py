@@ -14,7 +14,7 @@ _UNEVEN_SECTIONS = 1.02
 
 
 def order_tiles(
-    tiles: npt.NDArray[np.int32], iterations: npt.NDArray[np.int32], num_kv_heads: int, grid: int, keys_in_l2: int
+    tiles: npt.NDArray[np.int32], iterations: npt.NDArray[np.int64], num_kv_heads: int, grid: int, keys_in_l2: int
 ) -> tuple[npt.NDArray[np.int64], float]:
     """The order for unequal tiles, and the time of its busiest CTA when whole units are dealt out to `grid` CTAs.
 
@@ -24,7 +24,7 @@ def order_tiles(
 
     Args:
         tiles: int32 [num_tiles, 12] of `make_tiles`, request by request.
-        iterations: [num_tiles] of `tile_iterations`.
+        iterations: [num_tiles] iterations of each tile's units.
         num_kv_heads: units per tile.
         grid: CTAs.
         keys_in_l2: keys of a section, of all heads.
@@ -55,7 +55,7 @@ def _sections(tiles: npt.NDArray[np.int32], keys_in_l2: int) -> npt.NDArray[np.i
     return of_tile
 
 
-def busiest_time(iterations: npt.NDArray[np.int32], num_kv_heads: int, grid: int) -> float:
+def busiest_time(iterations: npt.NDArray[np.int64], num_kv_heads: int, grid: int) -> float:
     """Time of the busiest CTA, in iterations, when units are dealt out in that order in waves that turn round."""
     units = np.repeat(iterations, num_kv_heads)
     num_waves = -(-len(units) // grid)
@@ -67,7 +67,7 @@ def busiest_time(iterations: npt.NDArray[np.int32], num_kv_heads: int, grid: int
     return float(waves.sum(axis=0).max())
 
 
-def line_time(iterations: npt.NDArray[np.int32], tile_begin: npt.NDArray[np.int64], num_kv_heads: int, shares: int) -> float:
+def line_time(iterations: npt.NDArray[np.int64], tile_begin: npt.NDArray[np.int64], num_kv_heads: int, shares: int) -> float:
     """Time of the busiest CTA, in iterations, when the line of all units is cut into shares of as many iterations each.
 
     Args:

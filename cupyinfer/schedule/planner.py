@@ -255,9 +255,10 @@ def _check_limits(geometry: BatchGeometry, limits: BatchLimits) -> None:
         raise ArgumentError(
             f"batch: has {geometry.num_qo_tokens} query tokens, this object's CUDA graph holds at most {limits.max_num_qo_tokens}"
         )
-    longest = int(geometry.kv_len.max(initial=0))
-    if limits.max_kv_len is not None and longest > limits.max_kv_len:
-        raise ArgumentError(f"batch: has a request of {longest} keys, this object's CUDA graph holds at most {limits.max_kv_len}")
+    if limits.max_kv_len is not None and geometry.longest_kv > limits.max_kv_len:
+        raise ArgumentError(
+            f"batch: has a request of {geometry.longest_kv} keys, this object's CUDA graph holds at most {limits.max_kv_len}"
+        )
 
 
 def bound(
