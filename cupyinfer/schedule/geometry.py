@@ -11,13 +11,12 @@ import numpy as np
 import numpy.typing as npt
 
 from cupyinfer.errors import ArgumentError, ArgumentTypeError
-from cupyinfer.schedule.counting import counting
+from cupyinfer.schedule.counting import counting, ends, scalar
 
 Ints = npt.NDArray[np.int64]
 _INT32_MAX = 2**31 - 1
 #: Integers no further from zero than this: the difference of two times any page size is still within 64 bits.
 _NARROW = 2**31
-_ZERO = np.array(0)
 #: Keys of the longest request, and packed query rows: kernels count both in 32 bits, and may look one tile further.
 MAX_KV_LEN = MAX_PACKED_ROWS = _INT32_MAX - 2**16
 
@@ -65,7 +64,7 @@ class KvLengths(NamedTuple):
         """Find the ends."""
         if not each.size:
             return cls(each, 0, 0)
-        return cls(each, int(np.minimum.reduce(each)), int(np.maximum.reduce(each)))
+        return cls(each, *ends(each))
 
 
 @lru_cache(maxsize=16)
@@ -124,14 +123,14 @@ def host_integers(values: Any, argument: str) -> Ints:
 
 def _check_narrow(array: npt.NDArray[Any], argument: str) -> None:
     """Refuse 64-bit integers whose differences, times a page size, would wrap around and pass for others."""
-    low, high = int(np.minimum.reduce(array)), int(np.maximum.reduce(array))
+    low, high = ends(array)
     if low < -_NARROW or high > _NARROW:
         raise ArgumentError(f"{argument}: holds {low if low < -_NARROW else high}, the largest supported offset is {_INT32_MAX}")
 
 
 def _lengths(indptr: Ints, argument: str) -> Ints:
     lengths = _differences(indptr, argument)
-    if lengths.size and np.minimum.reduce(lengths) < 0:
+    if lengths.size and lengths.item(lengths.argmin()) < 0:
         _check_order(indptr, argument)
     _check_end(indptr, argument)
     return lengths
@@ -174,17 +173,18 @@ def paged_kv_lengths(indptr: Ints, last_page_len: Ints, page_size: int, names: t
     kv_len = _differences(indptr, names[0])
     if len(last_page_len) != len(kv_len):
         raise ArgumentError(f"{names[1]}: has {len(last_page_len)} entries, {names[0]} describes {len(kv_len)} requests")
-    size = np.array(page_size)
+    size = scalar(page_size)
     missing = size - last_page_len
     kv_len *= size
     kv_len -= missing
     lengths = KvLengths.of(kv_len)
-    # Seen as unsigned, what lies outside of 0 to page_size - 1 is too large on either side. When nothing does, only a request
-    # without pages, or with fewer than none, has no key. So the usual batch is checked by the ends of both ranges.
-    if missing.size and (lengths.shortest < 1 or np.maximum.reduce(missing.view(np.uint64)) >= page_size):
+    # Where 0 to page_size - 1 keys are missing, only a request without pages, or with fewer than none, has no key: the usual batch is
+    # checked by the ends of both ranges.
+    least, most = ends(missing) if missing.size else (0, 0)
+    if lengths.shortest < 1 or least < 0 or most >= page_size:
         _check_order(indptr, names[0])
         _check_last_page_len(last_page_len, indptr[1:] - indptr[:-1], page_size, names[1])
-        np.maximum(kv_len, _ZERO, out=kv_len)
+        np.maximum(kv_len, scalar(0), out=kv_len)
         lengths = KvLengths(kv_len, max(0, lengths.shortest), max(0, lengths.longest))
     _check_end(indptr, names[0])
     _check_kv_len(lengths, names[0])

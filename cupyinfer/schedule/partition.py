@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from cupyinfer.schedule.counting import counting
+from cupyinfer.schedule.counting import counting, scalar
 
 Ints = npt.NDArray[np.int64]
 
@@ -19,9 +19,7 @@ GROUP_FIELDS = ("first_row", "num_parts", *(f"arrived_{warp}" for warp in range(
 CTA_INTS = len(CTA_FIELDS)
 GROUP_INTS = len(GROUP_FIELDS)
 
-
-# An array of one number spares NumPy the conversion of a Python int, which takes as long as 200 additions.
-_NONE, _ZERO, _ONE = np.array(-1), np.array(0), np.array(1)
+_NONE, _ZERO, _ONE = scalar(-1), scalar(0), scalar(1)
 
 
 class Partition(NamedTuple):
@@ -93,14 +91,14 @@ def cut_line(
     fields = np.empty((CTA_INTS - 2, shares + 1), np.int64)
     unit, inside, num_iters, group, part, tail_group = fields
     cuts = counting(shares + 1) * np.array(line_length)
-    cuts //= np.array(shares)
+    cuts //= scalar(shares)
     if line_begin:
         cuts += np.array(line_begin)
     np.subtract(cuts[1:], cuts[:-1], num_iters[:-1])
     # Position of every cut as (unit, iteration inside it); that of the last one is iteration 0 of no unit.
     tile = tile_begin[1:].searchsorted(cuts, side="right")
     np.divmod(cuts - tile_begin.take(tile), iterations.take(tile, mode="clip"), unit, inside)
-    unit += tile * np.array(num_kv_heads)
+    unit += tile * scalar(num_kv_heads)
 
     # Part n of a unit begins at the n-th cut inside it: that many parts of its unit lie before a cut.
     several = line_length < shares * longest

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cupyinfer.errors import ArgumentError, ArgumentTypeError
+from cupyinfer.schedule.counting import scalar
 from cupyinfer.schedule.geometry import MAX_KV_LEN
 from cupyinfer.schedule.order import busiest_time, line_time, order_tiles
 from cupyinfer.schedule.partition import GROUP_INTS, Partition, cut_line, no_groups, whole_units_only
@@ -242,7 +243,7 @@ def _tile_begin(iterations: npt.NDArray[np.int64], num_kv_heads: int) -> npt.NDA
     tile_begin = np.empty(len(iterations) + 1, np.int64)
     tile_begin[0] = 0
     np.add.accumulate(iterations, out=tile_begin[1:])
-    tile_begin *= np.array(num_kv_heads)
+    tile_begin *= scalar(num_kv_heads)
     return tile_begin
 
 

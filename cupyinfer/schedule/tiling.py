@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from cupyinfer.schedule.counting import counting
+from cupyinfer.schedule.counting import counting, ends, scalar
 from cupyinfer.schedule.geometry import BatchGeometry
 from cupyinfer.schedule.tiles import max_tile_q
 
@@ -20,7 +20,6 @@ TILE_FIELDS = (
     "kv_len", "kv_base", "qo_len", "split_group", "split_part", "mask_begin",
 )  # fmt: skip
 TILE_INTS = len(TILE_FIELDS)
-_ONE = np.array(1)
 
 
 class Tiles(NamedTuple):
@@ -64,7 +63,7 @@ def choose_tile_q(geometry: BatchGeometry, group_size: int, head_dim_vo: int, in
         return 16 if geometry.uniform_qo_len * group_size <= 16 else 64
     if invariant:
         return max_tile_q(head_dim_vo)
-    longest = int(geometry.qo_len.max(initial=0)) * group_size
+    longest = (ends(geometry.qo_len)[1] if geometry.batch_size else 0) * group_size
     return tile_q_for_rows(longest, geometry.num_qo_tokens * group_size, geometry.batch_size, head_dim_vo)
 
 
@@ -148,9 +147,8 @@ def _one_tile_each(
 
 
 def _measured(records: npt.NDArray[np.int32], keys: npt.NDArray[np.int64], uniform_rows: int | None) -> Tiles:
-    if not keys.size:
-        return Tiles(records, keys, 0, 0, uniform_rows)
-    return Tiles(records, keys, int(np.minimum.reduce(keys)), int(np.maximum.reduce(keys)), uniform_rows)
+    shortest, longest = ends(keys) if keys.size else (0, 0)
+    return Tiles(records, keys, shortest, longest, uniform_rows)
 
 
 @lru_cache(maxsize=16)
@@ -180,9 +178,8 @@ def key_iterations(keys: npt.NDArray[np.int64], kv_tile: int, shortest: int) -> 
         kv_tile: keys per iteration.
         shortest: least of `keys`.
     """
-    tile = np.array(kv_tile)
-    iterations: npt.NDArray[np.int64] = keys + (tile - _ONE)
-    iterations //= tile
+    iterations: npt.NDArray[np.int64] = keys + scalar(kv_tile - 1)
+    iterations //= scalar(kv_tile)
     if shortest < 1:
-        np.maximum(iterations, _ONE, out=iterations)
+        np.maximum(iterations, scalar(1), out=iterations)
     return iterations
