@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -39,8 +39,7 @@ def host_indices(values: Any, argument: str) -> Ints:
     return host_integers(to_host(values, argument), argument)
 
 
-@dataclass(frozen=True, eq=False)
-class PageTable:
+class PageTable(NamedTuple):
     """A batch's page table: on the host, to be uploaded with the plan, or a device array.
 
     Attributes:
@@ -85,7 +84,8 @@ def page_table(indices: Any, num_entries: int, argument: str, copied: bool = Fal
     _check_entries(len(entries), num_entries, argument)
     used = entries[:num_entries]
     # One pass finds both ends: seen as unsigned, a negative id is larger than any that is allowed.
-    high = int(np.maximum.reduce(used.view(_UNSIGNED[used.itemsize]))) if num_entries else -1
+    unsigned = used.view(_UNSIGNED[used.itemsize])
+    high = unsigned.item(unsigned.argmax()) if num_entries else -1
     if high > _INT32_MAX:
         low = int(used.min())
         raise ArgumentError(f"{argument}: holds page id {low if low < 0 else high}, page ids are 0 to {_INT32_MAX}")
@@ -132,6 +132,11 @@ class PlanValues:
         """First byte of every host array in the block."""
         ends = accumulate((_padded(array.nbytes) for array in self.blocks.values()), initial=0)
         return dict(zip(self.blocks, ends, strict=False))
+
+    def addresses(self, begin: int) -> dict[str, int]:
+        """Device address of every array, host ones in a block that begins at `begin`."""
+        in_block = {name: begin + offset for name, offset in self.offsets().items()}
+        return {**in_block, **{name: view.ptr for name, view in self.device.items()}}
 
     def write(self, block: npt.NDArray[np.uint8]) -> None:
         """Fill the block."""
@@ -189,6 +194,10 @@ class PlanValues:
                 f"packed_custom_mask: got shape {shape}, expected contiguous ({num_bytes},): "
                 "the sum over requests of ceil(qo_len * kv_len / 8)"
             )
+
+
+#: Of plans without masks and per-head values.
+NO_VALUES = PlanValues()
 
 
 def _padded(num_bytes: int) -> int:

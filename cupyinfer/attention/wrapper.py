@@ -3,10 +3,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
-from cupyinfer.attention.metadata import PlanValues, alibi_slopes
+from cupyinfer.attention.metadata import NO_VALUES, PlanValues, alibi_slopes
 from cupyinfer.attention.options import AttentionOptions, check_kv_layout
 from cupyinfer.attention.plan import AttentionRequest, Plan, plan_attention
 from cupyinfer.attention.workspaces import Workspaces, check_backend
@@ -25,6 +24,8 @@ def plan_values(options: AttentionOptions, geometry: BatchGeometry, masks: tuple
     Raises:
         ArgumentError: slopes without ALIBI, or an array that does not fit.
     """
+    if masks[0] is None and masks[1] is None and slopes is None and sinks is None and options.pos_encoding_mode != "ALIBI":
+        return NO_VALUES
     values = PlanValues()
     if slopes is not None and options.pos_encoding_mode != "ALIBI":
         raise ArgumentError(f"alibi_slopes: given with pos_encoding_mode {options.pos_encoding_mode!r}, they need 'ALIBI'")
@@ -124,7 +125,7 @@ class BatchAttentionWrapper:
 
     def _within_graph(self, request: AttentionRequest) -> tuple[AttentionRequest, tuple[BatchLimits, int, AttentionOptions] | None]:
         """The request with this object's backend and the limits of its CUDA graph, which the first plan fixes."""
-        request = replace(request, backend=self._backend)
+        request = request._replace(backend=self._backend)
         if not self._use_cuda_graph:
             return request, None
         graph = self._graph
@@ -137,7 +138,7 @@ class BatchAttentionWrapper:
             graph = BatchLimits(batch, tokens, kv_len), geometry.num_kv_entries if pages is None else pages, request.options
         elif graph[2] != request.options:
             raise ArgumentError(f"plan: a CUDA graph keeps the options of its first plan, {graph[2]}; got {request.options}")
-        return replace(request, graph_limits=graph[0], graph_pages=graph[1]), graph
+        return request._replace(graph_limits=graph[0], graph_pages=graph[1]), graph
 
     def _planned(self) -> Plan:
         if self._plan is None:
