@@ -36,7 +36,7 @@ def to_host(values: Any, argument: str) -> Any:
 
 def host_indices(values: Any, argument: str) -> Ints:
     """A one-dimensional array of integers as host int64, from the host or from a GPU (one synchronising copy)."""
-    return host_integers(to_host(values, argument), argument)
+    return host_integers(values if type(values) is np.ndarray else to_host(values, argument), argument)
 
 
 class PageTable(NamedTuple):
@@ -72,7 +72,7 @@ def page_table(indices: Any, num_entries: int, argument: str, copied: bool = Fal
         ArgumentError: too few entries, a negative page id, or one that 32 bits cannot hold.
         ArgumentTypeError: not integers.
     """
-    if is_on_gpu(indices):
+    if type(indices) is not np.ndarray and is_on_gpu(indices):
         view = as_view(indices, argument)
         if view.dtype == "int32" and len(view.shape) == 1 and (view.strides[0] == 1 or view.shape[0] <= 1):
             _check_entries(view.shape[0], num_entries, argument)

@@ -54,7 +54,7 @@ class AttentionModule:
         if profile is None:
             on_gpu = self.backend in ("fa2", "fa3") or (self.backend == "auto" and has_gpu())
             profile = read_profile(current_device()) if on_gpu else HOST_PROFILE
-        return self._request(*args, **options)._replace(backend=self.backend).draft(named_profile(profile)).size
+        return self._request(*args, **options).on_backend(self.backend).draft(named_profile(profile)).size
 
     @checked_call
     def plan(
@@ -70,7 +70,7 @@ class AttentionModule:
             BackendUnavailable: this machine cannot run the backend.
             CompileError: NVRTC is missing or refused the kernel.
         """
-        request = self._request(*args, **options)._replace(backend=self.backend)
+        request = self._request(*args, **options).on_backend(self.backend)
         chosen = None if profile is None else named_profile(profile)
         return plan_attention(request, Workspaces(float_workspace, int_workspace, self.backend), chosen)
 

@@ -53,6 +53,10 @@ class AttentionRequest(NamedTuple):
     graph_pages: int | None = None
     backend: str = "auto"
 
+    def on_backend(self, backend: str) -> AttentionRequest:
+        """The same request for the backend of that name."""
+        return self if backend == self.backend else self._replace(backend=backend)
+
     def draft(self, profile: DeviceProfile) -> PlanDraft:
         """Schedule the batch for a GPU; touches no device.
 
@@ -208,7 +212,7 @@ def plan_attention(request: AttentionRequest, workspaces: Workspaces, profile: D
 
 
 def _check_on_device(request: AttentionRequest, device: Device) -> None:
-    if not request.values.device and request.pages.on_device is None:
+    if request.pages.on_device is None and not request.values.device:
         return
     given = dict(request.values.device)
     if request.pages.on_device is not None:

@@ -125,7 +125,7 @@ class BatchAttentionWrapper:
 
     def _within_graph(self, request: AttentionRequest) -> tuple[AttentionRequest, tuple[BatchLimits, int, AttentionOptions] | None]:
         """The request with this object's backend and the limits of its CUDA graph, which the first plan fixes."""
-        request = request._replace(backend=self._backend)
+        request = request.on_backend(self._backend)
         if not self._use_cuda_graph:
             return request, None
         graph = self._graph

@@ -19,7 +19,7 @@ GROUP_FIELDS = ("first_row", "num_parts", *(f"arrived_{warp}" for warp in range(
 CTA_INTS = len(CTA_FIELDS)
 GROUP_INTS = len(GROUP_FIELDS)
 
-_NONE, _ZERO, _ONE = scalar(-1), scalar(0), scalar(1)
+_NONE, _ONE = scalar(-1), scalar(1)
 
 
 class Partition(NamedTuple):
@@ -87,55 +87,62 @@ def cut_line(
     whole_tile, whole_head = divmod(num_whole_units, num_kv_heads)
     line_begin = int(tile_begin[whole_tile]) + whole_head * int(iterations[whole_tile]) if num_whole_units else 0
     line_length = int(tile_begin[-1]) - line_begin
-    # What becomes of the cuts, a row per field and in order those of CTA_FIELDS from `unit` on. The last cut is the end of the line.
-    fields = np.empty((CTA_INTS - 2, shares + 1), np.int64)
-    unit, inside, num_iters, group, part, tail_group = fields
     cuts = counting(shares + 1) * np.array(line_length)
     cuts //= scalar(shares)
     if line_begin:
         cuts += np.array(line_begin)
-    np.subtract(cuts[1:], cuts[:-1], num_iters[:-1])
-    # Position of every cut as (unit, iteration inside it); that of the last one is iteration 0 of no unit.
+    # What becomes of every cut, a row per field and in order those of CTA_FIELDS from `unit` on. The last cut is the end of the line.
+    fields = np.empty((CTA_INTS - 2, shares + 1), np.int64)
+    unit, inside, group, part = fields[0], fields[1], fields[3], fields[4]
     tile = tile_begin[1:].searchsorted(cuts, side="right")
     np.divmod(cuts - tile_begin.take(tile), iterations.take(tile, mode="clip"), unit, inside)
     unit += tile * scalar(num_kv_heads)
+    np.subtract(cuts[1:], cuts[:-1], fields[2, :-1])
 
     # Part n of a unit begins at the n-th cut inside it: that many parts of its unit lie before a cut.
     several = line_length < shares * longest
     if several:
         np.subtract(counting(shares + 2)[1:], cuts.searchsorted(cuts - inside, side="right"), part)
+        divides = np.minimum(part, _ONE)
+        np.add.accumulate(part == _ONE, dtype=np.int64, out=group)
     else:  # cuts are as far apart as the longest unit, so no two are inside the same one
-        np.minimum(inside, _ONE, out=part)
-    first = part == _ONE
-    np.add.accumulate(first, dtype=np.int64, out=group)
-    num_groups = int(group[-1])
-    merge_groups, num_partial_rows = no_groups(), 0
-    if num_groups:
-        num_parts = np.bincount(group[part > _ZERO])[1:] + _ONE if several else 2
-        rows = num_parts * (num_rows if isinstance(num_rows, int) else num_rows.take(tile.compress(first)))
-        merge_groups, num_partial_rows = _groups(num_groups, num_parts, rows)
+        divides = np.minimum(inside, _ONE, out=part)
+        np.add.accumulate(divides, out=group)
+    num_groups = group.item(-1)
+    if several or not isinstance(num_rows, int):
+        num_parts = np.bincount(group.compress(divides))[1:] + _ONE if several else scalar(2)
+        rows = num_parts * (num_rows if isinstance(num_rows, int) else num_rows.take(tile.compress(part == _ONE)))
+        merge_groups, num_partial_rows = _groups(num_parts, rows) if num_groups else (no_groups(), 0)
+    else:
+        merge_groups, num_partial_rows = _pairs(shares, num_rows)[:num_groups], 2 * num_groups * num_rows
 
     # A segment has the group of a cut that it begins or ends at inside its unit. A share's first segment may do either, its last one,
     # when that is another, only the latter, and is then part 0.
+    group *= divides
     group -= _ONE
-    np.copyto(group, _NONE, where=part < _ONE)
-    tail_group[:-1] = group[1:]
+    fields[5, :-1] = group[1:]
     if several:
         alone = unit[1:] == unit[:-1]
         np.copyto(group[:-1], group[1:], where=alone)
-        np.copyto(tail_group[:-1], _NONE, where=alone)
+        np.copyto(fields[5, :-1], _NONE, where=alone)
     cta_work = whole_units_only(num_ctas, num_whole_units)
     cta_work[:shares, 1:-1] = fields[:, :-1].T
     return Partition(cta_work, merge_groups, num_partial_rows)
 
 
-def _groups(num_groups: int, num_parts: Ints | int, rows: Ints | int) -> tuple[npt.NDArray[np.int32], int]:
-    """Records of merge groups, and the rows of partial results they own: `rows` each, of `num_parts` parts."""
-    groups = np.zeros((num_groups, GROUP_INTS), np.int32)
-    groups[:, 1] = num_parts
-    if isinstance(rows, int):
-        groups[:, 0] = counting(num_groups) * np.array(rows)
-        return groups, num_groups * rows
+def _groups(num_parts: Ints, rows: Ints) -> tuple[npt.NDArray[np.int32], int]:
+    """Records of merge groups of so many parts that own so many rows of partial results, and all those rows."""
     end_row = np.add.accumulate(rows)
+    groups = np.zeros((len(rows), GROUP_INTS), np.int32)
     groups[:, 0] = end_row - rows
+    groups[:, 1] = num_parts
     return groups, end_row.item(-1)
+
+
+@lru_cache(maxsize=16)
+def _pairs(num_groups: int, num_rows: int) -> npt.NDArray[np.int32]:
+    """Records of merge groups of two parts of as many rows, to take the first ones of."""
+    rows = np.full(num_groups, 2 * num_rows)
+    groups, _ = _groups(scalar(2), rows)
+    groups.flags.writeable = False
+    return groups

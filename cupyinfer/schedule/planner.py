@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -56,7 +57,7 @@ class PlanShape:
         check_head_dims(self.head_dim_qk, self.head_dim_vo)
         self.policy(1)
 
-    @property
+    @cached_property
     def group_size(self) -> int:
         """Query heads per KV head."""
         return self.num_qo_heads // self.num_kv_heads
@@ -65,6 +66,19 @@ class PlanShape:
     def invariant(self) -> bool:
         """True when a request's result must not depend on the rest of the batch."""
         return self.disable_split_kv or self.fixed_split_size is not None
+
+    @cached_property
+    def _kernels(self) -> dict[tuple[int, int, int], tuple[TileConfig, SplitPolicy]]:
+        return {}
+
+    def kernel(self, cta_tile_q: int, profile: DeviceProfile) -> tuple[TileConfig, SplitPolicy]:
+        """Tile shape of the kernel with that many rows per tile on a GPU, and what it may divide; kept between plans."""
+        key = cta_tile_q, profile.smem_per_sm, profile.smem_per_cta
+        kept = self._kernels.get(key)
+        if kept is None:
+            config = self.config(cta_tile_q, profile)
+            kept = self._kernels[key] = config, self.policy(config.kv_tile)
+        return kept
 
     def config(self, cta_tile_q: int, profile: DeviceProfile) -> TileConfig:
         """Tile shape of the kernel with that many rows per tile on a GPU."""
@@ -218,10 +232,10 @@ def draft_plan(
     if graph_limits is not None:
         _check_limits(geometry, graph_limits)
     tile_q = shape.tile_q(geometry, graph_limits)
-    config = shape.config(tile_q, profile)
+    config, policy = shape.kernel(tile_q, profile)
     tiles = make_tiles(geometry, shape.group_size, tile_q, config.kv_tile, shape.span, mask_begin)
     cuda_graph = graph_limits is not None
-    policy, keys_in_l2 = shape.policy(config.kv_tile), MAX_KV_LEN if shape.decode else shape.keys_in_l2(profile)
+    keys_in_l2 = MAX_KV_LEN if tile_q == 16 else shape.keys_in_l2(profile)
     schedule = make_schedule(tiles, config, profile.num_sms, shape.num_kv_heads, policy, cuda_graph, keys_in_l2)
     if graph_limits is not None:
         counts = shape.capacity(config, profile, graph_limits, num_page_indices, value_bytes)

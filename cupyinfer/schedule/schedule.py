@@ -121,7 +121,7 @@ def make_schedule(
     """
     grid = num_sms * config.ctas_per_sm
     records, merge_groups, num_partial_rows = tiles.records, no_groups(), 0
-    shortest, longest = (max(1, -(-keys // config.kv_tile)) for keys in (tiles.shortest, tiles.longest))
+    shortest, longest = -(-tiles.shortest // config.kv_tile) or 1, -(-tiles.longest // config.kv_tile) or 1
     equal = policy.fixed_kv is None and shortest == longest
     piece_kv = policy.fixed_kv
     if equal and policy.allowed and config.cta_tile_q == 16 and len(records):
@@ -258,6 +258,9 @@ def _sharing(line: _Line, config: TileConfig, num_sms: int, num_kv_heads: int, t
         total: iterations of all units.
     """
     equal, longest = line.shortest == line.longest, line.longest
+    if config.cta_tile_q == 16 and not equal:
+        shares = min(num_sms, total // _MIN_SHARE)
+        return 0, shares if shares > 1 else 0  # the parts of 16-row tiles are a few rows, and an even cut cannot lose
     grid = num_sms * config.ctas_per_sm
     num_units = len(line.records) * num_kv_heads
     if config.cta_tile_q == 16 or not equal or num_units < grid:
@@ -274,8 +277,6 @@ def _sharing(line: _Line, config: TileConfig, num_sms: int, num_kv_heads: int, t
         time = num_units // grid * longest + rest * longest / shares * _crowding(shares, num_sms, grid) * out_of_step
     if shares < 2:
         return 0, 0
-    if config.cta_tile_q == 16 and not equal:
-        return num_whole_units, shares  # the parts of 16-row tiles are a few rows, and an even cut cannot lose
     whole_time = -(-num_units // grid) * longest
     pays = whole_time * _crowding(num_units, num_sms, grid) > _SHARING_GAIN * time
     return (num_whole_units, shares) if pays else (0, 0)
