@@ -62,6 +62,10 @@ class PageTable(NamedTuple):
         return self.on_host is not None or self.copied
 
 
+#: Of plans without one: ragged keys, or sizing alone.
+NO_PAGES = PageTable()
+
+
 def page_table(indices: Any, num_entries: int, argument: str, copied: bool = False) -> PageTable:
     """Take in a page table of at least `num_entries` entries.
 

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from cupyinfer.attention.backend_choice import choose_backend
-from cupyinfer.attention.metadata import NO_VALUES, PageTable, PlanValues
+from cupyinfer.attention.metadata import NO_PAGES, NO_VALUES, PageTable, PlanValues
 from cupyinfer.attention.options import FLOAT32_MAX, AttentionOptions, check_float32, check_positive
 from cupyinfer.attention.run_arrays import ArrayChecker
 from cupyinfer.attention.user_arguments import UserValues
@@ -30,8 +31,9 @@ from cupyinfer.schedule.profile import HOST_PROFILE, DeviceProfile
 from cupyinfer.schedule.tiles import FA3_ARCH
 
 
-class AttentionRequest(NamedTuple):
-    """A batch and everything a plan needs to know of it.
+@dataclass(eq=False)
+class AttentionRequest:
+    """A batch and everything a plan needs to know of it, made for one plan and completed by who plans.
 
     Attributes:
         options: heads, widths, element types and the rules of the logits.
@@ -46,16 +48,12 @@ class AttentionRequest(NamedTuple):
 
     options: AttentionOptions
     geometry: BatchGeometry
-    pages: PageTable = PageTable()
+    pages: PageTable = NO_PAGES
     values: PlanValues = NO_VALUES
     kv_layout: str = "NHD"
     graph_limits: BatchLimits | None = None
     graph_pages: int | None = None
     backend: str = "auto"
-
-    def on_backend(self, backend: str) -> AttentionRequest:
-        """The same request for the backend of that name."""
-        return self if backend == self.backend else self._replace(backend=backend)
 
     def draft(self, profile: DeviceProfile) -> PlanDraft:
         """Schedule the batch for a GPU; touches no device.

@@ -71,7 +71,8 @@ class UserAttentionModule(AttentionModule):
     def _request(self, *args: Any, **options: Any) -> AttentionRequest:
         request = super()._request(*args, **options)
         assert self.user_variant is not None
-        return request._replace(options=with_user_variant(request.options, self.user_variant))
+        request.options = with_user_variant(request.options, self.user_variant)
+        return request
 
 
 def _with_variant(module: AttentionModule, variant: UserVariant) -> UserAttentionModule:

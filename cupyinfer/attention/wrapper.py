@@ -116,18 +116,19 @@ class BatchAttentionWrapper:
         return read_profile(self._workspaces.device.index if self._workspaces.int_bytes is not None else current_device())
 
     def _size(self, request: AttentionRequest) -> WorkspaceSize:
-        return self._within_graph(request)[0].draft(self._sizing_profile()).size
+        self._within_graph(request)
+        return request.draft(self._sizing_profile()).size
 
     def _make_plan(self, request: AttentionRequest) -> None:
-        request, graph = self._within_graph(request)
+        graph = self._within_graph(request)
         self._plan = plan_attention(request, self._workspaces, self._profile)
         self._graph = graph
 
-    def _within_graph(self, request: AttentionRequest) -> tuple[AttentionRequest, tuple[BatchLimits, int, AttentionOptions] | None]:
-        """The request with this object's backend and the limits of its CUDA graph, which the first plan fixes."""
-        request = request.on_backend(self._backend)
+    def _within_graph(self, request: AttentionRequest) -> tuple[BatchLimits, int, AttentionOptions] | None:
+        """Give the request this object's backend and the limits of its CUDA graph, which the first plan fixes; returns the latter."""
+        request.backend = self._backend
         if not self._use_cuda_graph:
-            return request, None
+            return None
         graph = self._graph
         if graph is None:
             geometry = request.geometry
@@ -138,7 +139,8 @@ class BatchAttentionWrapper:
             graph = BatchLimits(batch, tokens, kv_len), geometry.num_kv_entries if pages is None else pages, request.options
         elif graph[2] != request.options:
             raise ArgumentError(f"plan: a CUDA graph keeps the options of its first plan, {graph[2]}; got {request.options}")
-        return request._replace(graph_limits=graph[0], graph_pages=graph[1]), graph
+        request.graph_limits, request.graph_pages = graph[0], graph[1]
+        return graph
 
     def _planned(self) -> Plan:
         if self._plan is None:
