@@ -43,17 +43,21 @@ def no_groups() -> npt.NDArray[np.int32]:
 
 def whole_units_only(num_ctas: int, num_units: int) -> npt.NDArray[np.int32]:
     """CTA records of a schedule in which every unit is done by one CTA."""
-    cta_work = _idle_ctas(num_ctas).copy()
+    return _with_whole_units(num_ctas, num_units, -1)
+
+
+def _with_whole_units(num_ctas: int, num_units: int, part: int) -> npt.NDArray[np.int32]:
+    cta_work = _idle_ctas(num_ctas, part).copy()
     if num_units:
         cta_work[:, 0] = num_units
     return cta_work
 
 
 @lru_cache(maxsize=16)
-def _idle_ctas(num_ctas: int) -> npt.NDArray[np.int32]:
+def _idle_ctas(num_ctas: int, part: int) -> npt.NDArray[np.int32]:
     """Records of CTAs without work, to copy from: the number of CTAs of a GPU hardly ever changes."""
     cta_work = np.empty((num_ctas, CTA_INTS), np.int32)
-    cta_work[:] = (0, 0, 0, 0, -1, 0, -1, 0)
+    cta_work[:] = (0, 0, 0, 0, -1, part, -1, part)
     cta_work.flags.writeable = False
     return cta_work
 
@@ -125,7 +129,7 @@ def cut_line(
         alone = unit[1:] == unit[:-1]
         np.copyto(group[:-1], group[1:], where=alone)
         np.copyto(fields[5, :-1], _NONE, where=alone)
-    cta_work = whole_units_only(num_ctas, num_whole_units)
+    cta_work = _with_whole_units(num_ctas, num_whole_units, 0)
     cta_work[:shares, 1:-1] = fields[:, :-1].T
     return Partition(cta_work, merge_groups, num_partial_rows)
 
