@@ -95,31 +95,40 @@ def make_tiles(
     batch = geometry.batch_size
     if geometry.uniform_qo_len is not None and geometry.uniform_qo_len * group_size <= cta_tile_q:
         return _one_tile_each(geometry, geometry.uniform_qo_len, group_size, kv_tile, span, mask_begin)
-    rows = geometry.qo_len * group_size
-    per_request = -(-rows // cta_tile_q)
-    first = np.add.accumulate(per_request) - per_request
-    request = np.repeat(counting(batch), per_request)
-    row_begin = (counting(len(request)) - first[request]) * cta_tile_q
-    num_rows = np.minimum(cta_tile_q, rows[request] - row_begin)
+    tile_q, group = scalar(cta_tile_q), scalar(group_size)
+    rows = geometry.qo_len * group
+    per_request = rows + scalar(cta_tile_q - 1)
+    per_request //= tile_q
+    end = np.add.accumulate(per_request)
+    request = counting(batch).repeat(per_request)
+    row_begin = counting(len(request)) - (end - per_request).take(request)
+    row_begin *= tile_q
+    num_rows = np.minimum(tile_q, rows.take(request) - row_begin)
     records = np.empty((len(request), TILE_INTS), np.int32)
-    kv_len = geometry.kv_len[request]
-    qo_len = geometry.qo_len[request]
+    kv_len = geometry.kv_len.take(request)
+    qo_len = geometry.qo_len.take(request)
     position = kv_len - qo_len
     kv_end = keys = kv_len
     if span.causal:
-        kv_end = keys = np.minimum(np.maximum(position + (row_begin + num_rows - 1) // group_size + 1, 0), kv_len)
+        # One past the position of the tile's last row; a query before all keys sees none.
+        seen = row_begin + num_rows
+        seen -= scalar(1)
+        seen //= group
+        seen += position
+        seen += scalar(1)
+        kv_end = keys = np.minimum(np.maximum(seen, scalar(0), out=seen), kv_len, out=seen)
     records[:, 4] = 0
     if span.window_left >= 0:
-        kv_begin = _first_key(position + row_begin // group_size, kv_end, kv_tile, span.window_left)
+        kv_begin = _first_key(position + row_begin // group, kv_end, kv_tile, span.window_left)
         records[:, 4] = kv_begin
         keys = kv_end - kv_begin
     records[:, 0] = request
-    records[:, 1] = geometry.q_begin[request]
+    records[:, 1] = geometry.q_begin.take(request)
     records[:, 2] = row_begin
     records[:, 3] = num_rows
     records[:, 5] = kv_end
     records[:, 6] = kv_len
-    records[:, 7] = geometry.kv_base[request]
+    records[:, 7] = geometry.kv_base.take(request)
     records[:, 8] = qo_len
     records[:, 9] = -1
     records[:, 10] = 0
