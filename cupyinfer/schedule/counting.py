@@ -13,6 +13,11 @@ import numpy.typing as npt
 _MOST_KEPT = 1 << 16
 
 
+def room_for(count: int) -> int:
+    """The power of two from 256 on that holds `count`: what is kept by it and cut to size serves batches of changing sizes."""
+    return max(256, 1 << (count - 1).bit_length()) if count > 0 else 256
+
+
 def _made(count: int) -> npt.NDArray[np.int64]:
     numbers = np.arange(count, dtype=np.int64)
     numbers.flags.writeable = False
@@ -27,7 +32,7 @@ def counting(count: int) -> npt.NDArray[np.int64]:
     global _kept
     kept = _kept
     if count > len(kept):
-        kept = _made(1 << (count - 1).bit_length())
+        kept = _made(room_for(count))
         if len(kept) <= _MOST_KEPT:
             _kept = kept
     return kept[:count]

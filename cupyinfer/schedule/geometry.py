@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cupyinfer.errors import ArgumentError, ArgumentTypeError
-from cupyinfer.schedule.counting import counting, ends, scalar
+from cupyinfer.schedule.counting import counting, ends, room_for, scalar
 
 Ints = npt.NDArray[np.int64]
 _INT32_MAX = 2**31 - 1
@@ -67,7 +67,7 @@ class KvLengths(NamedTuple):
         return cls(each, *ends(each))
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=8)
 def _ones(count: int) -> Ints:
     ones = np.ones(count, np.int64)
     ones.flags.writeable = False
@@ -209,7 +209,7 @@ def decode_geometry(indptr: Ints, last_page_len: Ints, page_size: int) -> BatchG
     """One query token per request over a paged cache. Arrays as for `paged_kv_lengths`."""
     kv_len, shortest, longest = paged_kv_lengths(indptr, last_page_len, page_size, ("indptr", "last_page_len"))
     batch = len(kv_len)
-    return BatchGeometry(_ones(batch), kv_len, counting(batch), indptr[:-1], batch, indptr.item(-1), shortest, longest, 1)
+    return BatchGeometry(_ones(room_for(batch))[:batch], kv_len, counting(batch), indptr[:-1], batch, indptr.item(-1), shortest, longest, 1)
 
 
 def paged_prefill_geometry(qo_indptr: Ints, paged_kv_indptr: Ints, last_page_len: Ints, page_size: int) -> BatchGeometry:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from cupyinfer.schedule.counting import counting, scalar
+from cupyinfer.schedule.counting import counting, room_for, scalar
 
 Ints = npt.NDArray[np.int64]
 
@@ -47,7 +47,7 @@ def whole_units_only(num_ctas: int, num_units: int) -> npt.NDArray[np.int32]:
 
 
 def _with_whole_units(num_ctas: int, num_units: int, part: int) -> npt.NDArray[np.int32]:
-    cta_work = _idle_ctas(num_ctas, part).copy()
+    cta_work = _idle_ctas(room_for(num_ctas), part)[:num_ctas].copy()
     if num_units:
         cta_work[:, 0] = num_units
     return cta_work
@@ -55,7 +55,7 @@ def _with_whole_units(num_ctas: int, num_units: int, part: int) -> npt.NDArray[n
 
 @lru_cache(maxsize=16)
 def _idle_ctas(num_ctas: int, part: int) -> npt.NDArray[np.int32]:
-    """Records of CTAs without work, to copy from: the number of CTAs of a GPU hardly ever changes."""
+    """Records of CTAs without work, to copy from."""
     cta_work = np.empty((num_ctas, CTA_INTS), np.int32)
     cta_work[:] = (0, 0, 0, 0, -1, part, -1, part)
     cta_work.flags.writeable = False

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from cupyinfer.schedule.counting import counting, ends, scalar
+from cupyinfer.schedule.counting import counting, ends, room_for, scalar
 from cupyinfer.schedule.geometry import BatchGeometry
 from cupyinfer.schedule.tiles import max_tile_q
 
@@ -140,7 +140,7 @@ def _one_tile_each(
     geometry: BatchGeometry, qo_len: int, group_size: int, kv_tile: int, span: KeySpan, mask_begin: npt.NDArray[np.int64] | None
 ) -> Tiles:
     """Tiles of requests that have one each, and as many queries: decode. Causal or not, the last query sees every key."""
-    records = _tile_template(geometry.batch_size, qo_len, group_size).copy()
+    records = _tile_template(room_for(geometry.batch_size), qo_len, group_size)[: geometry.batch_size].copy()
     kv_len = geometry.kv_len
     records[:, 5] = kv_len
     records[:, 6] = kv_len
@@ -162,7 +162,7 @@ def _measured(records: npt.NDArray[np.int32], keys: npt.NDArray[np.int64], unifo
 
 @lru_cache(maxsize=16)
 def _tile_template(batch: int, qo_len: int, group_size: int) -> npt.NDArray[np.int32]:
-    """The fields that follow from the number of requests alone, to copy from; 48 bytes per request are kept."""
+    """The fields that follow from the place in the batch alone, to copy from; 48 bytes per request are kept."""
     tiles = np.zeros((batch, TILE_INTS), np.int32)
     tiles[:, 0] = counting(batch)
     tiles[:, 1] = counting(batch) * qo_len
