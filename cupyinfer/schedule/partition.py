@@ -116,7 +116,7 @@ def cut_line(
     if several or not isinstance(num_rows, int):
         num_parts = np.bincount(group.compress(divides))[1:] + _ONE if several else scalar(2)
         rows = num_parts * (num_rows if isinstance(num_rows, int) else num_rows.take(tile.compress(part == _ONE)))
-        merge_groups, num_partial_rows = _groups(num_parts, rows) if num_groups else (no_groups(), 0)
+        merge_groups, num_partial_rows = merge_groups_of(num_parts, rows)
     else:
         merge_groups, num_partial_rows = _pairs(shares, num_rows)[:num_groups], 2 * num_groups * num_rows
 
@@ -134,8 +134,10 @@ def cut_line(
     return Partition(cta_work, merge_groups, num_partial_rows)
 
 
-def _groups(num_parts: Ints, rows: Ints) -> tuple[npt.NDArray[np.int32], int]:
-    """Records of merge groups of so many parts that own so many rows of partial results, and all those rows."""
+def merge_groups_of(num_parts: Ints, rows: Ints) -> tuple[npt.NDArray[np.int32], int]:
+    """Records of merge groups of so many parts that own so many rows of partial results, and how many rows those are together."""
+    if not len(rows):
+        return no_groups(), 0
     end_row = np.add.accumulate(rows)
     groups = np.zeros((len(rows), GROUP_INTS), np.int32)
     groups[:, 0] = end_row - rows
@@ -147,6 +149,6 @@ def _groups(num_parts: Ints, rows: Ints) -> tuple[npt.NDArray[np.int32], int]:
 def _pairs(num_groups: int, num_rows: int) -> npt.NDArray[np.int32]:
     """Records of merge groups of two parts of as many rows, to take the first ones of."""
     rows = np.full(num_groups, 2 * num_rows)
-    groups, _ = _groups(scalar(2), rows)
+    groups, _ = merge_groups_of(scalar(2), rows)
     groups.flags.writeable = False
     return groups
