@@ -12,6 +12,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
+from cupyinfer.backends.arrays import RunScales
 from cupyinfer.dtypes import FP8_TYPES, HALF_TYPES, canonical_dtype, itemsize
 from cupyinfer.errors import ArgumentError, ArgumentTypeError
 from cupyinfer.jit.user_variant import UserVariant
@@ -156,6 +157,11 @@ class AttentionOptions:
     def fa3_shape(self) -> PlanShape:
         """The same for fa3."""
         return replace(self.shape, backend="fa3")
+
+    @cached_property
+    def plain_scales(self) -> RunScales:
+        """Factors of runs that do not bring any; always the same object."""
+        return RunScales(self.sm_scale, 1.0, 1.0)
 
     @cached_property
     def by_kernel(self) -> dict[tuple[str, int, bool, int], Any]:

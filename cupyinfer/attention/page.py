@@ -25,7 +25,7 @@ from cupyinfer.interop import (
     require_writable,
     use_device,
 )
-from cupyinfer.schedule.geometry import Ints, check_int, paged_kv_lengths
+from cupyinfer.schedule.geometry import Ints, check_int, host_integers, paged_kv_lengths
 
 # Integers stand for the bits of a type the array library does not have. Grouped by bytes per element.
 _ELEMENT_TYPES = {1: (*FP8_TYPES, "uint8", "int8"), 2: (*HALF_TYPES, "uint16", "int16")}
@@ -91,8 +91,10 @@ def append_paged_kv_cache(
     last_page_len = index_view(kv_last_page_len, "kv_last_page_len", batch_size, "one per request of kv_indptr")
     index_device(device, {**indices, "kv_last_page_len": last_page_len})
     if all(view.device.kind == "cpu" for view in (*indices.values(), last_page_len)):
-        host = {name: _host_ints(view) for name, view in indices.items()}
-        _check_indices(**host, last_page_len=_host_ints(last_page_len), num_pages=caches[0].shape[0], page_size=caches[0].shape[1])
+        host = {name: _host_ints(view, name) for name, view in indices.items()}
+        _check_indices(
+            **host, last_page_len=_host_ints(last_page_len, "kv_last_page_len"), num_pages=caches[0].shape[0], page_size=caches[0].shape[1]
+        )
         if device.kind == "cpu":
             append.append_host(rows, caches, list(host.values()))
             return
@@ -139,7 +141,7 @@ def get_batch_indices_positions(
     ]
     if device.kind == "cpu":
         results = [empty_output((nnz,), "int32", device) if view is None else numpy_array(view) for view in given]
-        offsets, kv_len = _host_ints(indptr), _host_ints(lengths)
+        offsets, kv_len = _host_ints(indptr, "append_indptr"), _host_ints(lengths, "seq_lens")
         _check_append_lengths(offsets, kv_len, nnz)
         for result, values in zip(results, append.batch_indices_positions_host(offsets, kv_len, nnz), strict=True):
             result[:] = values
@@ -180,7 +182,8 @@ def get_seq_lens(kv_indptr: Any, kv_last_page_len: Any, page_size: int) -> Any:
     device, like = _device_and_type({"kv_indptr": (indptr, kv_indptr), "kv_last_page_len": (last, kv_last_page_len)})
     if device.kind == "cpu":
         result = empty_output((batch_size,), "int32", device)
-        result[:] = paged_kv_lengths(_host_ints(indptr), _host_ints(last), page_size, ("kv_indptr", "kv_last_page_len"))
+        names = "kv_indptr", "kv_last_page_len"
+        result[:] = paged_kv_lengths(_host_ints(indptr, names[0]), _host_ints(last, names[1]), page_size, names).each
     else:
         with use_device(device.index):
             result = empty_output((batch_size,), "int32", device)
@@ -232,7 +235,7 @@ def _check_indices(
     batch_indices: Ints, positions: Ints, kv_indices: Ints, kv_indptr: Ints, last_page_len: Ints, num_pages: int, page_size: int
 ) -> None:
     """Raise ArgumentError unless every token that is not padding has its slot in the cache."""
-    kv_len = paged_kv_lengths(kv_indptr, last_page_len, page_size, ("kv_indptr", "kv_last_page_len"))
+    kv_len = paged_kv_lengths(kv_indptr, last_page_len, page_size, ("kv_indptr", "kv_last_page_len")).each
     used = kv_indices[: kv_indptr[-1]]
     if len(used) < kv_indptr[-1]:
         raise ArgumentError(f"kv_indices: has {len(used)} entries, kv_indptr ends at {kv_indptr[-1]}")
@@ -264,8 +267,8 @@ def _check_append_lengths(append_indptr: Ints, seq_lens: Ints, nnz: int) -> None
         raise ArgumentError(f"seq_lens: request {at} has {seq_lens[at]} tokens, of which {lengths[at]} are appended")
 
 
-def _host_ints(view: ArrayView) -> Ints:
-    return numpy_array(view).astype(np.int64)
+def _host_ints(view: ArrayView, argument: str) -> Ints:
+    return host_integers(numpy_array(view), argument)
 
 
 def _device_and_type(inputs: dict[str, tuple[ArrayView, Any]]) -> tuple[Device, Any]:

@@ -128,7 +128,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 @pytest.mark.parametrize("indices_on", ["host", "device"])
-@pytest.mark.parametrize("op", ["decode", "paged"])
+@pytest.mark.parametrize("op", ["decode", "paged", "ragged"])
 def test_plan_waits_for_nothing(op: str, indices_on: str, spin: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """With offsets on the host, plan neither waits nor reads the device back, while 50 ms of work are queued."""
     num = 64
