@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The private K/V ring of one warp: blocks of 16 keys stream through it by halves, across segment and request boundaries.
+// The private K/V ring of one warp: blocks of keys stream through it by halves, across segment and request boundaries.
 #pragma once
 
 #include "ptx/cp_async.cuh"
@@ -9,7 +9,8 @@
 #include "tile/swizzle.cuh"
 #include "tile/rows.cuh"
 
-constexpr int kBlockKeys = 16;
+// A block is one or two parts of 16 keys, the keys of one k-step of the product with values.
+constexpr int kPartKeys = 16, kBlockParts = kBlockKeys / kPartKeys;
 constexpr int kKRowChunks = kHeadDimQk * kKvBytes / 16;
 constexpr int kVRowChunks = kHeadDimVo * kKvBytes / 16;
 // A slot of the ring holds the keys of one block, or its values.
@@ -19,22 +20,37 @@ constexpr int kSlotBytes = kBlockKeys * 16 * (kKRowChunks > kVRowChunks ? kKRowC
 constexpr int kKRowsAtOnce = 32 % kKRowChunks == 0 ? 32 / kKRowChunks : 0;
 constexpr int kVRowsAtOnce = 32 % kVRowChunks == 0 ? 32 / kVRowChunks : 0;
 
+// Blocks are dealt to the warps in turn, on and on over the segments of a CTA: a segment begins with the warp after the one that had
+// the last block of the segment before, so that uneven ends do not add up on the same warps.
+struct BlockDeal {
+  unsigned num_dealt = 0;
+
+  // First key of this warp's first block of the next segment, or a key past the segment's end.
+  __device__ __forceinline__ int first_key(const Segment& segment, int warp) {
+    int key = segment.kv_begin + static_cast<int>((warp - num_dealt) % kNumWarps) * kBlockKeys;
+    num_dealt += (segment.kv_end - segment.kv_begin + kBlockKeys - 1) / kBlockKeys;
+    return key;
+  }
+};
+
 // Runs ahead of the arithmetic. Page ids are loaded one block before the copies that need them, so that no copy waits for one.
-// A block inside one page, all of whose keys are seen, is copied by stepping from row to row. Any other is addressed key by key.
+// A block of parts inside one page each, all of whose keys are seen, is copied by stepping from row to row. Any other is addressed
+// key by key.
 struct BlockLoader {
   WorkCursor<true> cursor;
+  BlockDeal deal;
   Tile tile;
   Segment segment;
   int warp, lane;
   int key;            // first key of the next block, past the end when there is none
   bool active, plain;
-  bool pages_hold_blocks;
-  KvSlot slot;        // plain: of the block's first key; else of key `key + lane % 16`
+  bool pages_hold_parts;
+  KvSlot slots[kBlockParts];  // plain: of each part's first key; else the first one of key `key + lane % kBlockKeys`
 
   __device__ __forceinline__ BlockLoader(const AttentionParams& params, int warp_idx, int lane_idx)
       : cursor(params), warp(warp_idx), lane(lane_idx), key(0), active(true) {
     segment.kv_end = 0;
-    pages_hold_blocks = !kPaged || params.page_size % kBlockKeys == 0;
+    pages_hold_parts = !kPaged || params.page_size % kPartKeys == 0;
     seek(params);
   }
 
@@ -61,12 +77,16 @@ struct BlockLoader {
     while (key >= segment.kv_end) {
       active = cursor.next(params, tile, segment);
       if (!active) return;
-      key = segment.kv_begin + warp * kBlockKeys;
+      key = deal.first_key(segment, warp);
       if (warp == 0) prefetch_query(params);
     }
-    plain = kKRowsAtOnce > 0 && kVRowsAtOnce > 0 && pages_hold_blocks && is_seen(key) && is_seen(key + kBlockKeys - 1);
-    int own_key = plain ? key : key + (lane & 15);
-    if (is_seen(own_key)) slot = kv_slot(params, tile, own_key);
+    plain = kKRowsAtOnce > 0 && kVRowsAtOnce > 0 && pages_hold_parts && is_seen(key) && is_seen(key + kBlockKeys - 1);
+    int own_key = plain ? key : key + lane % kBlockKeys;
+    if (is_seen(own_key)) slots[0] = kv_slot(params, tile, own_key);
+#pragma unroll
+    for (int part = 1; part < kBlockParts; ++part) {
+      if (plain) slots[part] = kv_slot(params, tile, key + part * kPartKeys);
+    }
   }
 
   // The query is read when the arithmetic gets to the segment: have it in L2 by then.
@@ -90,30 +110,34 @@ struct BlockLoader {
     if constexpr (kKRowsAtOnce > 0 && kVRowsAtOnce > 0) {
       if (plain) {
         int row = lane / kRowChunks, chunk = lane % kRowChunks;
-        const char* source = base + row_offset<kIsK>(params, {slot.page, slot.slot + row}) + chunk * 16;
         long long step_bytes = (kIsK ? params.k_stride_token : params.v_stride_token) * (kRowsAtOnce * kKvBytes);
         unsigned target = slot_address + Swizzle<kRowChunks * 16>::offset(row, chunk);
 #pragma unroll
-        for (int first = 0; first < kBlockKeys; first += kRowsAtOnce) {
-          cp_async_16(Swizzle<kRowChunks * 16>::advance_rows(target, first), source);
-          source += step_bytes;
+        for (int part = 0; part < kBlockParts; ++part) {
+          const char* source = base + row_offset<kIsK>(params, {slots[part].page, slots[part].slot + row}) + chunk * 16;
+#pragma unroll
+          for (int first = 0; first < kPartKeys; first += kRowsAtOnce) {
+            cp_async_16(Swizzle<kRowChunks * 16>::advance_rows(target, part * kPartKeys + first), source);
+            source += step_bytes;
+          }
         }
         return;
       }
     }
-    copy_by_key<kRowChunks>(base, slot_address, is_seen(key + (lane & 15)) ? row_offset<kIsK>(params, slot) : -1);
+    bool seen = is_seen(key + lane % kBlockKeys);
+    copy_by_key<kRowChunks>(base, slot_address, seen ? row_offset<kIsK>(params, slots[0]) : 0, __ballot_sync(0xffffffffu, seen));
   }
 
-  // `offset` is that of key `key + lane % 16`'s row, or -1 for a key that no row sees, which becomes zeros.
+  // `offset` is that of the row of key `key + lane % kBlockKeys`. Keys that no row sees, whose bits in `seen` are 0, become zeros.
   template <int kRowChunks>
-  __device__ __forceinline__ void copy_by_key(const char* base, unsigned slot_address, long long offset) const {
+  __device__ __forceinline__ void copy_by_key(const char* base, unsigned slot_address, long long offset, unsigned seen) const {
     static_assert(kBlockKeys * kRowChunks % 32 == 0, "a block is copied by whole warps");
 #pragma unroll
     for (int step = 0; step < kBlockKeys * kRowChunks / 32; ++step) {
       int idx = step * 32 + lane;
       int row = idx / kRowChunks, chunk = idx % kRowChunks;
-      long long row_offset = __shfl_sync(0xffffffffu, offset, row);
-      cp_async_16(slot_address + Swizzle<kRowChunks * 16>::offset(row, chunk), base + (row_offset < 0 ? 0 : row_offset + chunk * 16), row_offset >= 0);
+      const char* source = base + __shfl_sync(0xffffffffu, offset, row) + chunk * 16;
+      cp_async_16(slot_address + Swizzle<kRowChunks * 16>::offset(row, chunk), source, seen >> row & 1);
     }
   }
 };
