@@ -31,6 +31,13 @@ __device__ __forceinline__ void load_query(const AttentionParams& params, const 
   int g = lane / 4, c = lane % 4;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
+    if (r == 1 && tile.num_rows <= 8) {
+      // Rows 8 to 15 cost nothing where there are none.
+#pragma unroll
+      for (int step = 0; step < kQkSteps; ++step) q[step][1] = q[step][3] = 0u;
+      q_scale[1] = 1.f;
+      continue;
+    }
     bool valid = g + 8 * r < tile.num_rows;
     const unsigned short* source = base + (static_cast<long long>(tile.q_begin) + row[r].token) * params.q_stride_token + row[r].head * params.q_stride_head;
 #pragma unroll
@@ -92,10 +99,12 @@ __device__ __forceinline__ void query_values(const Row& row, const float2* turns
 
 // bf16 query fragments to half, rotated on the way, each row divided by the power of two of its largest element; q_scale undoes it
 // on the logits.
-__device__ __forceinline__ void query_to_half(const Row (&row)[2], const float2* turns, int lane, unsigned (&q)[kQkSteps][4], float (&q_scale)[2]) {
+__device__ __forceinline__ void query_to_half(const Row (&row)[2], const float2* turns, int num_rows, int lane, unsigned (&q)[kQkSteps][4],
+                                              float (&q_scale)[2]) {
   constexpr int kPairSteps = kQkSteps / 2;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
+    if (r == 1 && num_rows <= 8) continue;
     float largest = 0.f;
 #pragma unroll
     for (int i = 0; i < 2 * kPairSteps; ++i) {

@@ -30,7 +30,7 @@ struct RowGroup {
     unsigned loaded[kQkSteps][4];
     load_query(params, tile, row, lane, loaded, q_scale);
     if constexpr (kFp8 && kQElement == Element::kBfloat16) {
-      query_to_half(row, turns, lane, loaded, q_scale);
+      query_to_half(row, turns, tile.num_rows, lane, loaded, q_scale);
     } else if constexpr (kPosEncoding == PosEncoding::kRopeLlama) {
       rotate_query(row, turns, lane, loaded);
     }

@@ -45,7 +45,8 @@ struct BlockLoader {
   int key;            // first key of the next block, past the end when there is none
   bool active, plain;
   bool pages_hold_parts;
-  KvSlot slots[kBlockParts];  // plain: of each part's first key; else the first one of key `key + lane % kBlockKeys`
+  int pages[kBlockParts];  // plain: of each part's first key; else the first one of key `key + lane % kBlockKeys`
+  int slot;                // of the same key in the first of these pages
 
   __device__ __forceinline__ BlockLoader(const AttentionParams& params, int warp_idx, int lane_idx)
       : cursor(params), warp(warp_idx), lane(lane_idx), key(0), active(true) {
@@ -80,12 +81,20 @@ struct BlockLoader {
       key = deal.first_key(segment, warp);
       if (warp == 0) prefetch_query(params);
     }
-    plain = kKRowsAtOnce > 0 && kVRowsAtOnce > 0 && pages_hold_parts && is_seen(key) && is_seen(key + kBlockKeys - 1);
+    plain = kKRowsAtOnce > 0 && kVRowsAtOnce > 0 && pages_hold_parts && key >= segment.first_seen && key + kBlockKeys <= segment.kv_end;
     int own_key = plain ? key : key + lane % kBlockKeys;
-    if (is_seen(own_key)) slots[0] = kv_slot(params, tile, own_key);
+    if (!is_seen(own_key)) return;
+    if constexpr (kPaged) {
+      int page_idx = divide(own_key, params.by_page_size);
+      slot = own_key - page_idx * params.page_size;
+      const int* ids = params.page_indices + tile.kv_base + page_idx;
+      pages[0] = __ldg(ids);
 #pragma unroll
-    for (int part = 1; part < kBlockParts; ++part) {
-      if (plain) slots[part] = kv_slot(params, tile, key + part * kPartKeys);
+      for (int part = 1; part < kBlockParts; ++part) {
+        if (plain) pages[part] = slot + part * kPartKeys < params.page_size ? pages[0] : __ldg(ids + 1);
+      }
+    } else {
+      slot = tile.kv_base + own_key;
     }
   }
 
@@ -98,15 +107,21 @@ struct BlockLoader {
     for (int dim = lane < 16 ? 0 : 64; dim < kHeadDimQk; dim += 128) prefetch_l2(q + dim);
   }
 
+  // A row of this head, `chunk` chunks of 16 bytes into it. Strides are whole chunks, and fewer than 2^32 of them.
   template <bool kIsK>
-  __device__ __forceinline__ long long row_offset(const AttentionParams& params, KvSlot at) const {
-    return kIsK ? k_row_offset(params, at, segment.kv_head) : v_row_offset(params, at, segment.kv_head);
+  __device__ __forceinline__ const char* row_address(const AttentionParams& params, int page, int slot_in_page, int chunk) const {
+    constexpr int kChunkElements = 16 / kKvBytes;
+    auto chunks = [](long long stride) { return static_cast<unsigned>(stride / kChunkElements); };
+    auto times = [](int index, unsigned stride) { return static_cast<unsigned long long>(static_cast<unsigned>(index)) * stride; };
+    unsigned long long offset = times(slot_in_page, chunks(kIsK ? params.k_stride_token : params.v_stride_token)) +
+                                times(segment.kv_head, chunks(kIsK ? params.k_stride_head : params.v_stride_head)) + chunk;
+    if constexpr (kPaged) offset += times(page, chunks(kIsK ? params.k_stride_page : params.v_stride_page));
+    return static_cast<const char*>(kIsK ? params.k : params.v) + offset * 16;
   }
 
   template <bool kIsK>
   __device__ __forceinline__ void copy(const AttentionParams& params, unsigned slot_address) const {
     constexpr int kRowChunks = kIsK ? kKRowChunks : kVRowChunks, kRowsAtOnce = kIsK ? kKRowsAtOnce : kVRowsAtOnce;
-    const char* base = static_cast<const char*>(kIsK ? params.k : params.v);
     if constexpr (kKRowsAtOnce > 0 && kVRowsAtOnce > 0) {
       if (plain) {
         int row = lane / kRowChunks, chunk = lane % kRowChunks;
@@ -114,7 +129,9 @@ struct BlockLoader {
         unsigned target = slot_address + Swizzle<kRowChunks * 16>::offset(row, chunk);
 #pragma unroll
         for (int part = 0; part < kBlockParts; ++part) {
-          const char* source = base + row_offset<kIsK>(params, {slots[part].page, slots[part].slot + row}) + chunk * 16;
+          // Part 1 lies behind part 0 in its page, or begins the next one.
+          int first_slot = !kPaged || part == 0 || slot + part * kPartKeys < params.page_size ? slot + part * kPartKeys : 0;
+          const char* source = row_address<kIsK>(params, kPaged ? pages[part] : 0, first_slot + row, chunk);
 #pragma unroll
           for (int first = 0; first < kPartKeys; first += kRowsAtOnce) {
             cp_async_16(Swizzle<kRowChunks * 16>::advance_rows(target, part * kPartKeys + first), source);
@@ -125,18 +142,19 @@ struct BlockLoader {
       }
     }
     bool seen = is_seen(key + lane % kBlockKeys);
-    copy_by_key<kRowChunks>(base, slot_address, seen ? row_offset<kIsK>(params, slots[0]) : 0, __ballot_sync(0xffffffffu, seen));
+    const char* row_of_key = row_address<kIsK>(params, kPaged ? pages[0] : 0, slot, 0);
+    copy_by_key<kRowChunks>(seen ? row_of_key : static_cast<const char*>(kIsK ? params.k : params.v), slot_address, __ballot_sync(0xffffffffu, seen));
   }
 
-  // `offset` is that of the row of key `key + lane % kBlockKeys`. Keys that no row sees, whose bits in `seen` are 0, become zeros.
+  // `row_of_key` is the row of key `key + lane % kBlockKeys`. Keys that no row sees, whose bits in `seen` are 0, become zeros.
   template <int kRowChunks>
-  __device__ __forceinline__ void copy_by_key(const char* base, unsigned slot_address, long long offset, unsigned seen) const {
+  __device__ __forceinline__ void copy_by_key(const char* row_of_key, unsigned slot_address, unsigned seen) const {
     static_assert(kBlockKeys * kRowChunks % 32 == 0, "a block is copied by whole warps");
 #pragma unroll
     for (int step = 0; step < kBlockKeys * kRowChunks / 32; ++step) {
       int idx = step * 32 + lane;
       int row = idx / kRowChunks, chunk = idx % kRowChunks;
-      const char* source = base + __shfl_sync(0xffffffffu, offset, row) + chunk * 16;
+      const char* source = reinterpret_cast<const char*>(__shfl_sync(0xffffffffu, reinterpret_cast<unsigned long long>(row_of_key), row)) + chunk * 16;
       cp_async_16(slot_address + Swizzle<kRowChunks * 16>::offset(row, chunk), source, seen >> row & 1);
     }
   }
