@@ -91,7 +91,8 @@ struct BlockLoader {
       pages[0] = __ldg(ids);
 #pragma unroll
       for (int part = 1; part < kBlockParts; ++part) {
-        if (plain) pages[part] = slot + part * kPartKeys < params.page_size ? pages[0] : __ldg(ids + 1);
+        // The same page again, or the next one; chosen by the address, for a choice by value would wait for the load.
+        if (plain) pages[part] = __ldg(ids + (slot + part * kPartKeys >= params.page_size));
       }
     } else {
       slot = tile.kv_base + own_key;
