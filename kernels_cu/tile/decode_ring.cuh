@@ -34,8 +34,7 @@ struct BlockDeal {
 };
 
 // Runs ahead of the arithmetic. Page ids are loaded one block before the copies that need them, so that no copy waits for one.
-// A block of parts inside one page each, all of whose keys are seen, is copied by stepping from row to row. Any other is addressed
-// key by key.
+// Where parts lie inside one page each, a block is copied by stepping from row to row; elsewhere it is addressed key by key.
 struct BlockLoader {
   WorkCursor<true> cursor;
   BlockDeal deal;
@@ -43,15 +42,16 @@ struct BlockLoader {
   Segment segment;
   int warp, lane;
   int key;            // first key of the next block, past the end when there is none
-  bool active, plain;
-  bool pages_hold_parts;
-  int pages[kBlockParts];  // plain: of each part's first key; else the first one of key `key + lane % kBlockKeys`
+  bool active;
+  bool by_part;            // parts lie inside one page each
+  bool whole;              // every key of the block is seen
+  int pages[kBlockParts];  // by part: of each part's first key; else the first one of key `key + lane % kBlockKeys`
   int slot;                // of the same key in the first of these pages
 
   __device__ __forceinline__ BlockLoader(const AttentionParams& params, int warp_idx, int lane_idx)
       : cursor(params), warp(warp_idx), lane(lane_idx), key(0), active(true) {
     segment.kv_end = 0;
-    pages_hold_parts = !kPaged || params.page_size % kPartKeys == 0;
+    by_part = kKRowsAtOnce > 0 && kVRowsAtOnce > 0 && (!kPaged || params.page_size % kPartKeys == 0);
     seek(params);
   }
 
@@ -81,9 +81,9 @@ struct BlockLoader {
       key = deal.first_key(segment, warp);
       if (warp == 0) prefetch_query(params);
     }
-    plain = kKRowsAtOnce > 0 && kVRowsAtOnce > 0 && pages_hold_parts && key >= segment.first_seen && key + kBlockKeys <= segment.kv_end;
-    int own_key = plain ? key : key + lane % kBlockKeys;
-    if (!is_seen(own_key)) return;
+    whole = key >= segment.first_seen && key + kBlockKeys <= segment.kv_end;
+    int own_key = by_part ? key : key + lane % kBlockKeys;
+    if (!by_part && !is_seen(own_key)) return;
     if constexpr (kPaged) {
       int page_idx = divide(own_key, params.by_page_size);
       slot = own_key - page_idx * params.page_size;
@@ -92,7 +92,7 @@ struct BlockLoader {
 #pragma unroll
       for (int part = 1; part < kBlockParts; ++part) {
         // The same page again, or the next one; chosen by the address, for a choice by value would wait for the load.
-        if (plain) pages[part] = __ldg(ids + (slot + part * kPartKeys >= params.page_size));
+        if (by_part && key + part * kPartKeys < segment.kv_end) pages[part] = __ldg(ids + (slot + part * kPartKeys >= params.page_size));
       }
     } else {
       slot = tile.kv_base + own_key;
@@ -122,29 +122,45 @@ struct BlockLoader {
 
   template <bool kIsK>
   __device__ __forceinline__ void copy(const AttentionParams& params, unsigned slot_address) const {
-    constexpr int kRowChunks = kIsK ? kKRowChunks : kVRowChunks, kRowsAtOnce = kIsK ? kKRowsAtOnce : kVRowsAtOnce;
     if constexpr (kKRowsAtOnce > 0 && kVRowsAtOnce > 0) {
-      if (plain) {
-        int row = lane / kRowChunks, chunk = lane % kRowChunks;
-        long long step_bytes = (kIsK ? params.k_stride_token : params.v_stride_token) * (kRowsAtOnce * kKvBytes);
-        unsigned target = slot_address + Swizzle<kRowChunks * 16>::offset(row, chunk);
-#pragma unroll
-        for (int part = 0; part < kBlockParts; ++part) {
-          // Part 1 lies behind part 0 in its page, or begins the next one.
-          int first_slot = !kPaged || part == 0 || slot + part * kPartKeys < params.page_size ? slot + part * kPartKeys : 0;
-          const char* source = row_address<kIsK>(params, kPaged ? pages[part] : 0, first_slot + row, chunk);
-#pragma unroll
-          for (int first = 0; first < kPartKeys; first += kRowsAtOnce) {
-            cp_async_16(Swizzle<kRowChunks * 16>::advance_rows(target, part * kPartKeys + first), source);
-            source += step_bytes;
-          }
+      if (by_part) {
+        if (whole) {
+          copy_by_part<kIsK, true>(params, slot_address);
+        } else {
+          copy_by_part<kIsK, false>(params, slot_address);
         }
         return;
       }
     }
     bool seen = is_seen(key + lane % kBlockKeys);
     const char* row_of_key = row_address<kIsK>(params, kPaged ? pages[0] : 0, slot, 0);
-    copy_by_key<kRowChunks>(seen ? row_of_key : static_cast<const char*>(kIsK ? params.k : params.v), slot_address, __ballot_sync(0xffffffffu, seen));
+    copy_by_key<kIsK ? kKRowChunks : kVRowChunks>(seen ? row_of_key : static_cast<const char*>(kIsK ? params.k : params.v), slot_address,
+                                                  __ballot_sync(0xffffffffu, seen));
+  }
+
+  // Unless the block is whole, keys that no row sees become zeros. Their pages may not exist; a copy of no bytes does not look.
+  template <bool kIsK, bool kWhole>
+  __device__ __forceinline__ void copy_by_part(const AttentionParams& params, unsigned slot_address) const {
+    constexpr int kRowChunks = kIsK ? kKRowChunks : kVRowChunks, kRowsAtOnce = kIsK ? kKRowsAtOnce : kVRowsAtOnce;
+    int row = lane / kRowChunks, chunk = lane % kRowChunks;
+    long long step_bytes = (kIsK ? params.k_stride_token : params.v_stride_token) * (kRowsAtOnce * kKvBytes);
+    unsigned target = slot_address + Swizzle<kRowChunks * 16>::offset(row, chunk);
+#pragma unroll
+    for (int part = 0; part < kBlockParts; ++part) {
+      // Part 1 lies behind part 0 in its page, or begins the next one.
+      int first_slot = !kPaged || part == 0 || slot + part * kPartKeys < params.page_size ? slot + part * kPartKeys : 0;
+      const char* source = row_address<kIsK>(params, kPaged ? pages[part] : 0, first_slot + row, chunk);
+#pragma unroll
+      for (int first = 0; first < kPartKeys; first += kRowsAtOnce) {
+        unsigned to = Swizzle<kRowChunks * 16>::advance_rows(target, part * kPartKeys + first);
+        if constexpr (kWhole) {
+          cp_async_16(to, source);
+        } else {
+          cp_async_16(to, source, is_seen(key + part * kPartKeys + first + row));
+        }
+        source += step_bytes;
+      }
+    }
   }
 
   // `row_of_key` is the row of key `key + lane % kBlockKeys`. Keys that no row sees, whose bits in `seen` are 0, become zeros.
