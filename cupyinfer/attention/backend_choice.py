@@ -5,10 +5,7 @@ from __future__ import annotations
 
 from cupyinfer.attention.options import AttentionOptions
 from cupyinfer.errors import UnsupportedError
-from cupyinfer.schedule.tiles import FA3_ARCH, FA3_TILES, max_tile_q
-
-#: The copy engine's swizzle repeats every 8 rows, so that is the smallest box of a paged cache.
-_LEAST_PAGE = 8
+from cupyinfer.schedule.tiles import FA3_ARCH, FA3_KV_TILES, FA3_LEAST_PAGE, fa3_kv_tiles, max_tile_q
 
 
 def fa3_problem(options: AttentionOptions, arch: str, custom_mask: bool) -> str | None:
@@ -26,19 +23,13 @@ def fa3_problem(options: AttentionOptions, arch: str, custom_mask: bool) -> str 
     if options.pos_encoding_mode == "ROPE_LLAMA":
         return "does not rotate queries and keys (pos_encoding_mode 'ROPE_LLAMA')"
     widths = options.head_dim_qk, options.head_dim_vo
-    if widths not in FA3_TILES:
+    if widths not in FA3_KV_TILES:
         return f"has no tile for head_dim {widths[0]} (head_dim_vo {widths[1]})"
-    kv_tile = FA3_TILES[widths][1]
-    if options.paged and fa3_box_rows(options.page_size, kv_tile) is None:
-        return f"needs pages of a multiple of {_LEAST_PAGE} keys that divide {kv_tile} or are a multiple of it, got {options.page_size}"
+    shape = options.fa3_shape
+    if options.paged and (options.page_size == 1 or not shape.kv_tiles):
+        tiles = " or ".join(map(str, fa3_kv_tiles(*widths, 1, shape.transforms_logits)))
+        return f"needs pages of a multiple of {FA3_LEAST_PAGE} keys that divide {tiles} or are a multiple of it, got {options.page_size}"
     return None
-
-
-def fa3_box_rows(page_size: int, kv_tile: int) -> int | None:
-    """Keys per box of the copy engine: a page, or a tile of a larger page; None when tiles and pages do not fit together."""
-    if page_size % _LEAST_PAGE == 0 and kv_tile % page_size == 0:
-        return page_size
-    return kv_tile if page_size % kv_tile == 0 else None
 
 
 def choose_backend(requested: str, options: AttentionOptions, arch: str, custom_mask: bool, tile_q: int) -> str:

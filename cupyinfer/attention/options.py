@@ -156,7 +156,7 @@ class AttentionOptions:
     @cached_property
     def fa3_shape(self) -> PlanShape:
         """The same for fa3."""
-        return replace(self.shape, backend="fa3")
+        return replace(self.shape, backend="fa3", transforms_logits=self.logits_soft_cap > 0 or self.pos_encoding_mode == "ALIBI")
 
     @cached_property
     def plain_scales(self) -> RunScales:
@@ -164,12 +164,12 @@ class AttentionOptions:
         return RunScales(self.sm_scale, 1.0, 1.0)
 
     @cached_property
-    def by_kernel(self) -> dict[tuple[str, int, bool, int], Any]:
-        """What the launch backends keep for these options: by backend, rows per tile, custom mask and device."""
+    def by_kernel(self) -> dict[tuple[str, int, int, bool, int], Any]:
+        """What the launch backends keep for these options: by backend, rows and keys per tile, custom mask and device."""
         return {}
 
-    def variant(self, cta_tile_q: int, custom_mask: bool, backend: str = "fa2") -> AttentionVariant:
-        """The kernel that serves this."""
+    def variant(self, cta_tile_q: int, custom_mask: bool, backend: str = "fa2", kv_tile: int | None = None) -> AttentionVariant:
+        """The kernel that serves this; `kv_tile` is for fa3."""
         return AttentionVariant(
             self.q_dtype,
             self.kv_dtype,
@@ -182,6 +182,7 @@ class AttentionOptions:
             self.pos_encoding_mode,
             self.user_variant,
             backend,
+            kv_tile,
         )
 
 

@@ -275,7 +275,7 @@ def _planned_kernel(
     options: AttentionOptions, backend: str, info: PlanInfo, custom_mask: bool, profile: DeviceProfile, device_id: int
 ) -> Fa2Kernel:
     """The kernel of a plan, loaded once for the same options; what follows from the options alone is in its parameters already."""
-    key = (backend, info.cta_tile_q, custom_mask, device_id)
+    key = (backend, info.cta_tile_q, info.kv_tile, custom_mask, device_id)
     kernel: Fa2Kernel | None = options.by_kernel.get(key)
     if kernel is None:
         group_size = options.num_qo_heads // options.num_kv_heads
@@ -294,9 +294,8 @@ def _planned_kernel(
             "rope_log2_theta": np.log2(options.rope_theta),
         }
         make = Fa3Kernel if backend == "fa3" else Fa2Kernel
-        kernel = options.by_kernel[key] = make(
-            options.variant(info.cta_tile_q, custom_mask, backend), profile, device_id, fields, options.plain_scales
-        )
+        variant = options.variant(info.cta_tile_q, custom_mask, backend, info.kv_tile if backend == "fa3" else None)
+        kernel = options.by_kernel[key] = make(variant, profile, device_id, fields, options.plain_scales)
     return kernel
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fa3 backend: the Hopper prefill kernel, launched with a parameter record that also holds tensor maps of K and V."""
+"""The fa3 backend: the Hopper prefill kernel, launched with a parameter record that also holds tensor maps of its arrays."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ from typing import Any
 from cupyinfer.backends.arrays import RunArrays, RunScales
 from cupyinfer.backends.fa2 import Fa2Kernel, Fa2Launcher, PlanAddresses
 from cupyinfer.backends.params import FA3_PARAMS
-from cupyinfer.backends.tensor_map import MAP_BYTES, CacheShape, cache_map
+from cupyinfer.backends.tensor_map import MAP_BYTES, CacheShape, RowsShape, cache_map, rows_map
 from cupyinfer.interop import ArrayView
 from cupyinfer.jit.variant import AttentionVariant
 from cupyinfer.schedule.profile import DeviceProfile
 
-_BOXES = struct.Struct("<2i")
+_BOXES, _FLAG = struct.Struct("<2i"), struct.Struct("<i")
 _BOXES_OFFSET, _K_OFFSET, _V_OFFSET = (FA3_PARAMS.fields[name][1] for name in ("box_rows", "k", "v"))  # type: ignore[index]
+_ROWS_OFFSETS = tuple((FA3_PARAMS.fields[f"{name}_boxes"][1], FA3_PARAMS.fields[name][1]) for name in "qo")  # type: ignore[index]
+#: Packed query rows that a box holds: what one warp carries of a consumer.
+_BOX_ROWS = 32
 _NOTHING = CacheShape(64, 1, 1, 1, 0, 0, 0)
 
 
@@ -30,6 +33,9 @@ class Fa3Kernel(Fa2Kernel):
     ) -> None:
         super().__init__(variant, profile, device_id, fields, scales)
         self.paged, self.dtype = variant.paged, variant.kv_dtype
+        group_size = int(fields["group_size"])
+        #: Heads and tokens of a box of packed rows; None where groups do not fill one.
+        self.rows_box = (group_size, _BOX_ROWS // group_size) if _BOX_ROWS % group_size == 0 else None
         self.num_kv_heads, self.page_size = int(fields["num_kv_heads"]), int(fields["page_size"])
         self.box_rows = min(self.page_size, self.config.kv_tile) if self.paged else self.config.kv_tile
 
@@ -46,9 +52,14 @@ class Fa3Launcher(Fa2Launcher):
         self._some_address = addresses.cta_work
         # What the record holds maps of.
         self._mapped: tuple[Any, ...] = ()
+        self._mapped_rows: tuple[Any, ...] = ()
 
     def _set_maps(self, arrays: RunArrays) -> None:
-        k, v, strides = arrays.k, arrays.v, arrays.strides
+        q, k, v, o, _, strides, _ = arrays
+        rows = q.ptr, o.ptr, q.shape[0], strides
+        if rows != self._mapped_rows:
+            self._set_rows_maps(q, o, strides)
+            self._mapped_rows = rows
         mapped = k.ptr, v.ptr, k.shape, v.shape, strides[2:8]
         if mapped == self._mapped:
             return
@@ -59,6 +70,18 @@ class Fa3Launcher(Fa2Launcher):
             self._bytes[offset : offset + MAP_BYTES] = cache_map(address, shape, box_rows, self._maps.dtype)
         _BOXES.pack_into(self._bytes, _BOXES_OFFSET, box_rows, k.shape[0])
         self._mapped = mapped
+
+    def _set_rows_maps(self, q: ArrayView, o: ArrayView, strides: tuple[int, ...]) -> None:
+        box = self._maps.rows_box
+        if box is None or not q.shape[0]:
+            return
+        for (flag, offset), view, (token, head) in zip(_ROWS_OFFSETS, (q, o), (strides[:2], strides[8:]), strict=True):
+            num_tokens, num_heads, head_dim = view.shape
+            encoded = rows_map(view.ptr, RowsShape(head_dim, num_heads, num_tokens, head, token), *box, self._maps.dtype)
+            # An array that the driver cannot describe, such as one row for many tokens, is moved by threads.
+            _FLAG.pack_into(self._bytes, flag, encoded is not None)
+            if encoded is not None:
+                self._bytes[offset : offset + MAP_BYTES] = encoded
 
     def _shape(self, view: ArrayView, steps: tuple[int, ...]) -> CacheShape:
         """The cache's sizes, which do not depend on the order of its dimensions; `steps` are strides of page, token and head."""

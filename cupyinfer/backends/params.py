@@ -34,10 +34,10 @@ ATTENTION_PARAMS = np.dtype(
 #: NumPy record with the layout of ``struct Fa3Params``; the driver's tensor maps lie at multiples of 64 bytes.
 FA3_PARAMS = np.dtype(
     {
-        "names": ["base", "box_rows", "num_pages", "k", "v"],
-        "formats": [ATTENTION_PARAMS, np.int32, np.int32, "V128", "V128"],
-        "offsets": [0, 280, 284, 320, 448],
-        "itemsize": 576,
+        "names": ["base", "box_rows", "num_pages", "q_boxes", "o_boxes", "k", "v", "q", "o"],
+        "formats": [ATTENTION_PARAMS, np.int32, np.int32, np.int32, np.int32, "V128", "V128", "V128", "V128"],
+        "offsets": [0, 280, 284, 288, 292, 320, 448, 576, 704],
+        "itemsize": 832,
     }
 )
 

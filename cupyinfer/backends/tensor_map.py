@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensor maps of K and V caches for the copy engine, made by the driver and kept per array."""
+"""Tensor maps of caches, queries and outputs for the copy engine, made by the driver and kept per array."""
 
 from __future__ import annotations
 
@@ -58,24 +58,55 @@ def cache_map(address: int, shape: CacheShape, box_rows: int, dtype: str) -> byt
         UnsupportedError: the driver cannot describe such an array.
     """
     sizes = shape.head_dim, shape.num_slots, shape.num_heads, shape.num_pages
+    encoded, status = _encode(address, sizes, shape[4:], (BOX_COLUMNS, box_rows, 1, 1), dtype)
+    if status:
+        raise UnsupportedError(f"backend: fa3 cannot copy from a cache of {shape} (driver error {status}); take 'fa2'")
+    return encoded
+
+
+class RowsShape(NamedTuple):
+    """Queries or outputs as (head dimension, head, token), with strides in elements."""
+
+    head_dim: int
+    num_heads: int
+    num_tokens: int
+    head_stride: int
+    token_stride: int
+
+
+@lru_cache(maxsize=1024)
+def rows_map(address: int, shape: RowsShape, box_heads: int, box_tokens: int, dtype: str) -> bytes | None:
+    """The tensor map of queries or outputs, with boxes of 64 elements by `box_heads` heads of `box_tokens` tokens.
+
+    Returns:
+        None where the driver cannot describe such an array.
+
+    Raises:
+        BackendUnavailable: there is no driver, or an old one.
+    """
+    encoded, status = _encode(address, shape[:3], shape[3:], (BOX_COLUMNS, box_heads, box_tokens), dtype)
+    return None if status else encoded
+
+
+def _encode(address: int, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], dtype: str) -> tuple[bytes, int]:
+    """A tensor map and the driver's status; `strides` in elements are those of all dimensions but the first."""
     # A dimension of one element is never stepped over, but its stride must be one the driver takes.
-    strides = [2 * (stride if size > 1 else shape.head_dim) for size, stride in zip(sizes[1:], shape[4:], strict=True)]
+    steps = [2 * (stride if size > 1 else sizes[0]) for size, stride in zip(sizes[1:], strides, strict=True)]
+    rank = len(sizes)
     storage = ctypes.create_string_buffer(MAP_BYTES + _MAP_ALIGNMENT)
     begin = -ctypes.addressof(storage) % _MAP_ALIGNMENT
     status = _encode_function()(
         ctypes.addressof(storage) + begin,
         _DATA_TYPE[dtype],
-        4,
+        rank,
         address,
-        (ctypes.c_uint64 * 4)(*sizes),
-        (ctypes.c_uint64 * 3)(*strides),
-        (ctypes.c_uint32 * 4)(BOX_COLUMNS, box_rows, 1, 1),
-        (ctypes.c_uint32 * 4)(1, 1, 1, 1),
+        (ctypes.c_uint64 * rank)(*sizes),
+        (ctypes.c_uint64 * (rank - 1))(*steps),
+        (ctypes.c_uint32 * rank)(*box),
+        (ctypes.c_uint32 * rank)(*[1] * rank),
         _INTERLEAVE_NONE,
         _SWIZZLE_128B,
         _PROMOTION_256B,
         _FILL_ZEROS,
     )
-    if status:
-        raise UnsupportedError(f"backend: fa3 cannot copy from a cache of {shape} (driver error {status}); take 'fa2'")
-    return storage.raw[begin : begin + MAP_BYTES]
+    return storage.raw[begin : begin + MAP_BYTES], int(status)

@@ -19,7 +19,7 @@ from cupyinfer.jit.compiler import CompiledKernel, CompileReport, compile_cubin
 from cupyinfer.jit.source import KernelSource, kernel_source
 from cupyinfer.jit.variant import HELPER_KERNELS, AttentionVariant, HelperVariant, KernelVariant
 from cupyinfer.schedule.profile import profile_for_arch
-from cupyinfer.schedule.tiles import CTA_TILE_Q, FA3_TILES, max_tile_q
+from cupyinfer.schedule.tiles import CTA_TILE_Q, FA3_KV_TILES, fa3_tile_qs, max_tile_q
 
 _STANDARD_HEAD_DIMS = (64, 128, 256)
 
@@ -64,8 +64,9 @@ def standard_variants() -> tuple[KernelVariant, ...]:
 def fa3_variants() -> tuple[AttentionVariant, ...]:
     """The Hopper kernels that plain prefill needs, paged and ragged; they exist for `cupyinfer.schedule.tiles.FA3_ARCH` alone."""
     return tuple(
-        AttentionVariant(dtype, dtype, head_dim_qk, head_dim_vo, cta_tile_q, paged, backend="fa3")
-        for dtype, ((head_dim_qk, head_dim_vo), (cta_tile_q, _)), paged in itertools.product(HALF_TYPES, FA3_TILES.items(), (True, False))
+        AttentionVariant(dtype, dtype, head_dim_qk, head_dim_vo, cta_tile_q, paged, backend="fa3", kv_tile=kv_tile)
+        for dtype, ((head_dim_qk, head_dim_vo), kv_tiles) in itertools.product(HALF_TYPES, FA3_KV_TILES.items())
+        for cta_tile_q, kv_tile, paged in itertools.product(fa3_tile_qs(head_dim_vo, False), kv_tiles, (True, False))
     )
 
 

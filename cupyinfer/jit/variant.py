@@ -8,7 +8,17 @@ from dataclasses import dataclass
 from cupyinfer.dtypes import FP8_TYPES, HALF_TYPES, itemsize
 from cupyinfer.errors import ArgumentError
 from cupyinfer.jit.user_variant import UserVariant
-from cupyinfer.schedule.tiles import CTA_TILE_Q, TileConfig, check_head_dims, fa3_tile_config, max_tile_q, tile_config
+from cupyinfer.schedule.tiles import (
+    CTA_TILE_Q,
+    FA3_KV_TILES,
+    TileConfig,
+    check_head_dims,
+    fa3_kv_tiles,
+    fa3_tile_config,
+    fa3_tile_qs,
+    max_tile_q,
+    tile_config,
+)
 
 POS_ENCODINGS = ("NONE", "ROPE_LLAMA", "ALIBI")
 #: Kernels around attention: cache append and its index arithmetic, merging of attention states.
@@ -31,6 +41,7 @@ class AttentionVariant:
         pos_encoding: one of POS_ENCODINGS.
         user: CUDA source that changes the attention, or None.
         backend: "fa2", or "fa3" for the Hopper prefill kernel.
+        kv_tile: keys per tile of an fa3 kernel, by default the first choice of FA3_KV_TILES; None for fa2, whose tiles follow.
     """
 
     q_dtype: str
@@ -44,6 +55,7 @@ class AttentionVariant:
     pos_encoding: str = "NONE"
     user: UserVariant | None = None
     backend: str = "fa2"
+    kv_tile: int | None = None
 
     def __post_init__(self) -> None:
         if self.q_dtype not in HALF_TYPES:
@@ -54,8 +66,16 @@ class AttentionVariant:
             )
         check_head_dims(self.head_dim_qk, self.head_dim_vo)
         if self.backend == "fa3":
-            if self.cta_tile_q != fa3_tile_config(self.head_dim_qk, self.head_dim_vo).cta_tile_q:
-                raise ArgumentError(f"cta_tile_q: got {self.cta_tile_q}, fa3 has one tile per head_dim")
+            transforms_logits = self.soft_cap or self.pos_encoding == "ALIBI"
+            rows = fa3_tile_qs(self.head_dim_vo, transforms_logits)
+            if self.cta_tile_q not in rows:
+                raise ArgumentError(f"cta_tile_q: got {self.cta_tile_q}, this fa3 kernel has tiles of {' or '.join(map(str, rows))} rows")
+            kv_tile = fa3_tile_config(self.cta_tile_q, self.head_dim_qk, self.head_dim_vo, self.kv_tile).kv_tile
+            if kv_tile not in fa3_kv_tiles(self.head_dim_qk, self.head_dim_vo, 1, transforms_logits):
+                raise ArgumentError(f"kv_tile: got {self.kv_tile}, a tile of so many keys has no room for a soft cap or ALiBi")
+            object.__setattr__(self, "kv_tile", kv_tile)  # one value per kernel, whether it was named or not
+        elif self.kv_tile is not None:
+            raise ArgumentError(f"kv_tile: got {self.kv_tile}, fa2 has no choice of keys per tile")
         elif self.cta_tile_q not in CTA_TILE_Q or self.cta_tile_q > max_tile_q(self.head_dim_vo):
             raise ArgumentError(
                 f"cta_tile_q: got {self.cta_tile_q}, a tile at head_dim_vo {self.head_dim_vo} has 16 to {max_tile_q(self.head_dim_vo)} rows"
@@ -64,7 +84,8 @@ class AttentionVariant:
             raise ArgumentError(f"pos_encoding_mode: got {self.pos_encoding}, expected one of {', '.join(POS_ENCODINGS)}")
 
     def __str__(self) -> str:
-        name = f"{self.backend}_q{self.cta_tile_q}_{self.q_dtype}"
+        is_first = self.kv_tile is None or self.kv_tile == FA3_KV_TILES[self.head_dim_qk, self.head_dim_vo][0]
+        name = f"{self.backend}_q{self.cta_tile_q}" + ("" if is_first else f"x{self.kv_tile}") + f"_{self.q_dtype}"
         name += f"_kv{self.kv_dtype}" if self.kv_dtype != self.q_dtype else ""
         name += f"_d{self.head_dim_qk}" + (f"x{self.head_dim_vo}" if self.head_dim_vo != self.head_dim_qk else "")
         name += "_paged" if self.paged else "_ragged"
@@ -76,7 +97,7 @@ class AttentionVariant:
     def tile_config(self, smem_per_sm: int, smem_per_cta: int) -> TileConfig:
         """Tile shape of this kernel on a GPU with that much shared memory."""
         if self.backend == "fa3":
-            return fa3_tile_config(self.head_dim_qk, self.head_dim_vo)
+            return fa3_tile_config(self.cta_tile_q, self.head_dim_qk, self.head_dim_vo, self.kv_tile)
         widths = (self.head_dim_qk, self.head_dim_vo, itemsize(self.kv_dtype))
         return tile_config(self.cta_tile_q, *widths, smem_per_sm, smem_per_cta, self.pos_encoding == "ROPE_LLAMA")
 

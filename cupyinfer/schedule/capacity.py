@@ -10,6 +10,7 @@ from cupyinfer.schedule.geometry import check_int
 from cupyinfer.schedule.layout import RegionCounts
 from cupyinfer.schedule.schedule import SplitPolicy, partial_row_budget
 from cupyinfer.schedule.tiles import TileConfig
+from cupyinfer.schedule.tiling import most_tiles
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,7 @@ def capacity_counts(
     A cut lies inside at most one unit and makes at most two parts of it, so `s` shares have at most `s - 1` merge groups and
     `2 * (s - 1)` parts, and `partial_row_budget` holds besides. Equal pieces of 16-row tiles are at most one per CTA, with two or
     more in a merge group. Whole units need neither. With a fixed split size every tile may have as many parts as the longest request
-    has. Requests of ``n_i`` packed rows have ``sum(ceil(n_i / tile))`` tiles, at most
-    ``floor(sum(n_i) / tile)`` and one for every request with queries.
+    has.
 
     Raises:
         ArgumentError: a fixed split size without max_kv_len.
@@ -62,7 +62,7 @@ def capacity_counts(
         num_tiles = limits.max_batch_size * -(-group_size // tile_q)
         rows_per_tile = min(tile_q, group_size)
     else:
-        num_tiles = limits.max_num_qo_tokens * group_size // tile_q + min(limits.max_batch_size, limits.max_num_qo_tokens)
+        num_tiles = most_tiles(limits.max_num_qo_tokens, group_size, limits.max_batch_size, tile_q)
         rows_per_tile = min(tile_q, limits.max_num_qo_tokens * group_size)
     grid = num_sms * config.ctas_per_sm
     num_groups = num_rows = 0

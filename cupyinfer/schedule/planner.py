@@ -17,8 +17,20 @@ from cupyinfer.schedule.layout import RegionCounts, lay_out, measure
 from cupyinfer.schedule.plan_info import DecodePlanInfo, PlanInfo, PrefillPlanInfo
 from cupyinfer.schedule.profile import DeviceProfile
 from cupyinfer.schedule.schedule import Schedule, SplitPolicy, make_schedule, make_split_policy
-from cupyinfer.schedule.tiles import FA3_ARCH, FA3_TILES, TileConfig, check_head_dims, fa3_tile_config, max_tile_q, tile_config
-from cupyinfer.schedule.tiling import KeySpan, choose_tile_q, make_tiles, tile_q_for_rows
+from cupyinfer.schedule.tiles import (
+    FA3_ARCH,
+    FA3_KV_TILES,
+    TileConfig,
+    check_head_dims,
+    fa3_kv_tile,
+    fa3_kv_tiles,
+    fa3_tile_config,
+    fa3_tile_q,
+    fa3_tile_qs,
+    max_tile_q,
+    tile_config,
+)
+from cupyinfer.schedule.tiling import KeySpan, choose_tile_q, count_tiles, make_tiles, most_tiles, tile_q_for_rows
 from cupyinfer.workspace import AlignedAllocator, WorkspaceSize
 
 
@@ -38,6 +50,7 @@ class PlanShape:
         fixed_split_size: pages (ragged: keys) per part, or None.
         disable_split_kv: keep every unit in one CTA.
         backend: the kernels planned for, "fa2" or "fa3".
+        transforms_logits: the kernel has a soft cap or ALiBi; matters to fa3 only.
     """
 
     decode: bool
@@ -51,6 +64,7 @@ class PlanShape:
     fixed_split_size: int | None = None
     disable_split_kv: bool = False
     backend: str = "fa2"
+    transforms_logits: bool = False
 
     def __post_init__(self) -> None:
         check_heads(self.num_qo_heads, self.num_kv_heads)
@@ -68,22 +82,27 @@ class PlanShape:
         return self.disable_split_kv or self.fixed_split_size is not None
 
     @cached_property
-    def _kernels(self) -> dict[tuple[int, int, int], tuple[TileConfig, SplitPolicy]]:
+    def kv_tiles(self) -> tuple[int, ...]:
+        """Keys per tile among which fa3 chooses by the batch. A choice that must not depend on the batch is the first."""
+        return fa3_kv_tiles(self.head_dim_qk, self.head_dim_vo, self.page_size, self.transforms_logits)
+
+    @cached_property
+    def _kernels(self) -> dict[tuple[int, int | None, int, int], tuple[TileConfig, SplitPolicy]]:
         return {}
 
-    def kernel(self, cta_tile_q: int, profile: DeviceProfile) -> tuple[TileConfig, SplitPolicy]:
-        """Tile shape of the kernel with that many rows per tile on a GPU, and what it may divide; kept between plans."""
-        key = cta_tile_q, profile.smem_per_sm, profile.smem_per_cta
+    def kernel(self, cta_tile_q: int, profile: DeviceProfile, kv_tile: int | None = None) -> tuple[TileConfig, SplitPolicy]:
+        """What `config` returns, and what such a kernel may divide; kept between plans."""
+        key = cta_tile_q, kv_tile, profile.smem_per_sm, profile.smem_per_cta
         kept = self._kernels.get(key)
         if kept is None:
-            config = self.config(cta_tile_q, profile)
+            config = self.config(cta_tile_q, profile, kv_tile)
             kept = self._kernels[key] = config, self.policy(config.kv_tile)
         return kept
 
-    def config(self, cta_tile_q: int, profile: DeviceProfile) -> TileConfig:
-        """Tile shape of the kernel with that many rows per tile on a GPU."""
+    def config(self, cta_tile_q: int, profile: DeviceProfile, kv_tile: int | None = None) -> TileConfig:
+        """Tile shape of the kernel with that many rows per tile on a GPU; for fa3 also with that many keys, by default the first choice."""
         if self.backend == "fa3":
-            return fa3_tile_config(self.head_dim_qk, self.head_dim_vo)
+            return fa3_tile_config(cta_tile_q, self.head_dim_qk, self.head_dim_vo, self.kv_tiles[0] if kv_tile is None else kv_tile)
         return tile_config(cta_tile_q, self.head_dim_qk, self.head_dim_vo, self.kv_itemsize, profile.smem_per_sm, profile.smem_per_cta)
 
     def policy(self, kv_tile: int) -> SplitPolicy:
@@ -116,13 +135,14 @@ class PlanShape:
         if limits is not None:
             return self.tile_q_of_limits(limits)
         if self.backend == "fa3":
-            return fa3_tile_config(self.head_dim_qk, self.head_dim_vo).cta_tile_q
+            return fa3_tile_q(self.possible_tile_qs(), lambda tile_q: count_tiles(geometry, self.group_size, tile_q))
         return choose_tile_q(geometry, self.group_size, self.head_dim_vo, self.invariant)
 
     def tile_q_of_limits(self, limits: BatchLimits) -> int:
         """Rows per tile that a CUDA-graph plan uses for every batch within `limits`."""
         if self.backend == "fa3":
-            return fa3_tile_config(self.head_dim_qk, self.head_dim_vo).cta_tile_q
+            tokens, batch = limits.max_num_qo_tokens, limits.max_batch_size
+            return fa3_tile_q(self.possible_tile_qs(), lambda tile_q: most_tiles(tokens, self.group_size, batch, tile_q))
         if self.decode:
             return 16 if self.group_size <= 16 else 64
         if self.invariant:
@@ -133,7 +153,8 @@ class PlanShape:
     def possible_tile_qs(self) -> tuple[int, ...]:
         """Rows per tile that some batch may get outside of CUDA graphs."""
         if self.backend == "fa3":
-            return (fa3_tile_config(self.head_dim_qk, self.head_dim_vo).cta_tile_q,)
+            tile_qs = fa3_tile_qs(self.head_dim_vo, self.transforms_logits)
+            return tile_qs[-1:] if self.invariant else tile_qs
         if self.decode:
             return (16,) if self.group_size <= 16 else (64,)
         if self.invariant:
@@ -235,6 +256,11 @@ def draft_plan(
     config, policy = shape.kernel(tile_q, profile)
     tiles = make_tiles(geometry, shape.group_size, tile_q, config.kv_tile, shape.span, mask_begin)
     cuda_graph = graph_limits is not None
+    if shape.backend == "fa3" and not cuda_graph and not shape.invariant:
+        kv_tile = fa3_kv_tile(shape.kv_tiles, tiles.keys)
+        if kv_tile != config.kv_tile:
+            config, policy = shape.kernel(tile_q, profile, kv_tile)
+            tiles = make_tiles(geometry, shape.group_size, tile_q, kv_tile, shape.span, mask_begin)
     keys_in_l2 = MAX_KV_LEN if tile_q == 16 else shape.keys_in_l2(profile)
     schedule = make_schedule(tiles, config, profile.num_sms, shape.num_kv_heads, policy, cuda_graph, keys_in_l2)
     if graph_limits is not None:
@@ -273,8 +299,9 @@ def bound(
     """Bytes that suffice for every batch within `limits`, with or without CUDA graphs."""
     float_bytes = int_bytes = 0
     shapes = [shape]
-    if profile.arch == FA3_ARCH and not shape.decode and (shape.head_dim_qk, shape.head_dim_vo) in FA3_TILES:
-        shapes.append(replace(shape, backend="fa3"))
+    if profile.arch == FA3_ARCH and not shape.decode and (shape.head_dim_qk, shape.head_dim_vo) in FA3_KV_TILES:
+        fa3_shapes = (replace(shape, backend="fa3", transforms_logits=transforms) for transforms in (False, True))
+        shapes += [one for one in fa3_shapes if one.kv_tiles]
     for one in shapes:
         for tile_q in one.possible_tile_qs():
             size = measure(one.capacity(one.config(tile_q, profile), profile, limits, num_page_indices, value_bytes))

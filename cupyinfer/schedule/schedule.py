@@ -22,6 +22,8 @@ _SHARING_GAIN = 1.02
 #: CTAs that begin units of neighbouring tiles together walk the same keys together and find them in L2. An even cut sets them out of
 #: step: on an H200 chunked prefill lost 7 to 15% by that, so shared prefill iterations are taken to last this much longer.
 _OUT_OF_STEP = 1.12
+#: Iterations that pass while a CTA merges the parts of a prefill unit: an estimate, not measured. Two rows at a time it took twenty.
+_MERGE_TIME = 4.0
 #: Units are dealt out to the fewest CTAs that need as many waves, which keeps the heads of a tile together, unless that takes longer
 #: by this factor.
 _FEWER_CTAS = 1.005
@@ -226,9 +228,9 @@ def _automatic_prefill(
         tile_begin = _tile_begin(line.iterations, num_kv_heads)
         shares, shared_time = _shares_of_all(config, num_sms, 0, int(tile_begin[-1]))
         whole_time = time * _crowding(num_units, num_sms, grid)
-        if shares > 1 and whole_time > _SHARING_GAIN * _OUT_OF_STEP * shared_time:
+        if shares > 1 and whole_time > _SHARING_GAIN * _shared_time(shared_time):
             shared_time = line_time(line.iterations, tile_begin, num_kv_heads, shares) * _crowding(shares, num_sms, grid)
-            if whole_time > _SHARING_GAIN * _OUT_OF_STEP * shared_time:
+            if whole_time > _SHARING_GAIN * _shared_time(shared_time):
                 return line.records, line.cut(tile_begin, num_kv_heads, grid if full_grid else shares, 0, shares)
     num_ctas = grid
     if not full_grid:
@@ -273,13 +275,20 @@ def _sharing(line: _Line, config: TileConfig, num_sms: int, num_kv_heads: int, t
         shares = min(grid, partial_row_budget(num_sms, config) // config.cta_tile_q - rest + 1, rest * longest // _MIN_SHARE)
         if rest == 0 or shares <= rest:
             return 0, 0
-        out_of_step = 1.0 if config.cta_tile_q == 16 else _OUT_OF_STEP
-        time = num_units // grid * longest + rest * longest / shares * _crowding(shares, num_sms, grid) * out_of_step
+        time = rest * longest / shares * _crowding(shares, num_sms, grid)
     if shares < 2:
         return 0, 0
+    if config.cta_tile_q != 16:
+        time = _shared_time(time)
+    waves_before = num_whole_units // grid * longest
     whole_time = -(-num_units // grid) * longest
-    pays = whole_time * _crowding(num_units, num_sms, grid) > _SHARING_GAIN * time
+    pays = whole_time * _crowding(num_units, num_sms, grid) > _SHARING_GAIN * (waves_before + time)
     return (num_whole_units, shares) if pays else (0, 0)
+
+
+def _shared_time(time: float) -> float:
+    """Iterations until shared prefill units are finished, when their longest share is that long."""
+    return _OUT_OF_STEP * time + _MERGE_TIME
 
 
 def _shares_of_all(config: TileConfig, num_sms: int, num_equal_units: int, total: int) -> tuple[int, float]:

@@ -3,8 +3,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+
+import numpy as np
+import numpy.typing as npt
 
 from cupyinfer.errors import UnsupportedError
 
@@ -21,12 +25,22 @@ DECODE_BYTES_IN_FLIGHT = 64 * 1024
 #: Static shared memory of the 16-row kernel besides its table of RoPE frequencies.
 _STATIC_SMEM = 384
 
-#: Tiles of the fa3 kernels, (query rows, keys) by (head_dim_qk, head_dim_vo): two consumer warpgroups of 64 rows, and as many keys as
-#: leave two K/V stages room in 227 KB and the logits and weights of a tile room in 224 registers beside the output; a power of two, so
-#: that pages of any power of two fit (at head_dim 256 plain logits would leave room for 80 keys, capped ones not).
-FA3_TILES = {(64, 64): (128, 128), (128, 128): (128, 128), (192, 128): (128, 128), (256, 256): (128, 64)}
+#: Query rows an fa3 tile may have, a consumer warpgroup per 64.
+FA3_CTA_TILE_Q = (128, 192)
+#: Choices of keys of an fa3 tile by (head_dim_qk, head_dim_vo): as many as leave two K/V stages room in 227 KB and the logits and weights
+#: of a tile room in the consumers' registers beside the output; first a power of two, so that pages of any power of two fit (at head_dim
+#: 256 plain logits would leave room for 80 keys, capped ones not). A second choice has no registers for a soft cap or ALiBi.
+FA3_KV_TILES = {(64, 64): (128,), (128, 128): (128, 160), (192, 128): (128,), (256, 256): (64,)}
 FA3_ARCH = "sm_90a"
+#: Widest head with an fa3 tile of 192 rows: three consumers have 160 registers each, and an output of more columns takes too many.
+_FA3_TALL_HEAD_DIM = 64
+#: Times that tiles of 128 and 192 rows take for as many keys, in one unit. Measured on an H200 at head_dim 64: 418 and 503 TFLOP/s.
+_FA3_TILE_TIME = {128: 4, 192: 5}
 _FA3_STAGES = 2
+#: Time per key of a tile's first choice of keys relative to its second, where no tile holds padding. Measured on an H200 at head_dim 128.
+_FA3_LONG_TILE_GAIN = 1.02
+#: The copy engine's swizzle repeats every 8 rows, so that is the smallest box of a paged cache.
+FA3_LEAST_PAGE = 8
 
 
 @dataclass(frozen=True)
@@ -131,25 +145,81 @@ def _prefill_config(
     return best
 
 
+def fa3_tile_qs(head_dim_vo: int, transforms_logits: bool) -> tuple[int, ...]:
+    """Query rows of the fa3 kernels at that width. A soft cap or ALiBi needs the registers of two consumers."""
+    return FA3_CTA_TILE_Q if head_dim_vo <= _FA3_TALL_HEAD_DIM and not transforms_logits else FA3_CTA_TILE_Q[:1]
+
+
+def fa3_tile_q(tile_qs: tuple[int, ...], num_tiles: Callable[[int], int]) -> int:
+    """Whichever of `tile_qs` takes least time for a batch that makes `num_tiles(rows)` tiles: taller ones are faster, but pad more."""
+    return min(reversed(tile_qs), key=lambda tile_q: num_tiles(tile_q) * _FA3_TILE_TIME[tile_q])
+
+
 @cache
-def fa3_tile_config(head_dim_qk: int, head_dim_vo: int) -> TileConfig:
+def fa3_tile_config(cta_tile_q: int, head_dim_qk: int, head_dim_vo: int, kv_tile: int | None = None) -> TileConfig:
     """Shape of one fa3 kernel: one CTA per SM, a producer warpgroup and a consumer warpgroup per 64 query rows.
 
+    Args:
+        cta_tile_q: one of FA3_CTA_TILE_Q.
+        head_dim_qk: width of queries and keys.
+        head_dim_vo: width of values and outputs.
+        kv_tile: one of the choices of keys, by default the first.
+
     Raises:
-        UnsupportedError: no tile for these widths.
+        UnsupportedError: no tile for these widths, or not with that many keys.
     """
-    if (head_dim_qk, head_dim_vo) not in FA3_TILES:
-        raise UnsupportedError(f"head_dim: got {head_dim_qk} (head_dim_vo {head_dim_vo}), fa3 has {', '.join(map(str, FA3_TILES))}")
-    cta_tile_q, kv_tile = FA3_TILES[head_dim_qk, head_dim_vo]
+    if (head_dim_qk, head_dim_vo) not in FA3_KV_TILES:
+        raise UnsupportedError(f"head_dim: got {head_dim_qk} (head_dim_vo {head_dim_vo}), fa3 has {', '.join(map(str, FA3_KV_TILES))}")
+    choices = FA3_KV_TILES[head_dim_qk, head_dim_vo]
+    kv_tile = choices[0] if kv_tile is None else kv_tile
+    if kv_tile not in choices:
+        raise UnsupportedError(f"kv_tile: got {kv_tile}, fa3 has {', '.join(map(str, choices))} at head_dim {head_dim_qk}")
     smem = fa3_smem_bytes(cta_tile_q, kv_tile, _FA3_STAGES, head_dim_qk, head_dim_vo)
     return TileConfig(cta_tile_q, kv_tile, 4 + cta_tile_q // 16, _FA3_STAGES, smem, 1)
 
 
 def fa3_smem_bytes(cta_tile_q: int, kv_tile: int, num_stages: int, head_dim_qk: int, head_dim_vo: int) -> int:
-    """Shared memory of an fa3 kernel: K/V ring, two query tiles and an output tile (wide heads: one, outputs over it), records."""
+    """Shared memory of an fa3 kernel: K/V ring, buffers of query rows that outputs leave from, records."""
     ring = num_stages * kv_tile * (head_dim_qk + head_dim_vo) * 2
-    rows = cta_tile_q * (2 * head_dim_qk + head_dim_vo if head_dim_qk <= 128 else head_dim_qk) * 2
-    return ring + rows + 2048 + 1024  # control block; alignment to the swizzle's period
+    row_buffers = 1 if head_dim_qk > 128 else 2 if kv_tile > 128 else 3
+    rows = row_buffers * cta_tile_q * head_dim_qk * 2
+    return ring + rows + 1024 + cta_tile_q * 8 + 1024  # control block; alignment to the swizzle's period
+
+
+def fa3_box_rows(page_size: int, kv_tile: int) -> int | None:
+    """Keys per box of the copy engine: a page, or a tile of a larger page; None when tiles and pages do not fit together."""
+    if page_size % FA3_LEAST_PAGE == 0 and kv_tile % page_size == 0:
+        return page_size
+    return kv_tile if page_size % kv_tile == 0 else None
+
+
+@cache
+def fa3_kv_tiles(head_dim_qk: int, head_dim_vo: int, page_size: int, transforms_logits: bool) -> tuple[int, ...]:
+    """Choices of keys per tile that fit a cache's pages.
+
+    Args:
+        head_dim_qk: width of queries and keys, with `head_dim_vo` one of FA3_KV_TILES.
+        head_dim_vo: width of values and outputs.
+        page_size: keys per page, 1 for ragged caches.
+        transforms_logits: a soft cap or ALiBi changes the logits.
+    """
+    choices = FA3_KV_TILES[head_dim_qk, head_dim_vo]
+    if transforms_logits:
+        choices = choices[:1]
+    return choices if page_size == 1 else tuple(tile for tile in choices if fa3_box_rows(page_size, tile) is not None)
+
+
+def fa3_kv_tile(choices: tuple[int, ...], keys: npt.NDArray[np.integer]) -> int:
+    """Keys per tile for a batch: the second choice, which is faster per key, unless padding eats that up.
+
+    Args:
+        choices: of `fa3_kv_tiles`.
+        keys: [num_tiles] keys of each query tile.
+    """
+    if len(choices) == 1:
+        return choices[0]
+    first, second = (tile * int((-(-keys // tile)).sum(dtype=np.int64)) for tile in choices)
+    return choices[1] if second <= _FA3_LONG_TILE_GAIN * first else choices[0]
 
 
 def max_tile_q(head_dim_vo: int) -> int:

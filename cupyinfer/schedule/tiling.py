@@ -74,6 +74,20 @@ def tile_q_for_rows(longest: int, total: int, batch_size: int, head_dim_vo: int)
     return 64 if total <= 64 * max(1, batch_size) else max_tile_q(head_dim_vo)
 
 
+def count_tiles(geometry: BatchGeometry, group_size: int, cta_tile_q: int) -> int:
+    """Tiles of a batch."""
+    return int((-(-geometry.qo_len * group_size // cta_tile_q)).sum())
+
+
+def most_tiles(num_qo_tokens: int, group_size: int, batch_size: int, cta_tile_q: int) -> int:
+    """Most tiles of as many requests of as many query tokens in all.
+
+    Requests of ``n_i`` packed rows have ``sum(ceil(n_i / tile))`` tiles, at most ``floor(sum(n_i) / tile)`` and one for every request
+    with queries.
+    """
+    return num_qo_tokens * group_size // cta_tile_q + min(batch_size, num_qo_tokens)
+
+
 def make_tiles(
     geometry: BatchGeometry,
     group_size: int,

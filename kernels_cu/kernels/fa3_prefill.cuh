@@ -14,7 +14,7 @@ __device__ __forceinline__ void take_registers() { asm volatile("setmaxnreg.inc.
 extern "C" __global__ void __launch_bounds__(kCtaThreads, 1) attention(const __grid_constant__ Fa3Params params) {
   extern __shared__ __align__(1024) unsigned char smem[];
   Shared shared(smem);
-  if (threadIdx.x == 0) init_barriers(shared);
+  if (threadIdx.x == 0) init_barriers(params, shared);
   __syncthreads();
   if (threadIdx.x < kWarpgroupThreads) {
     give_up_registers<kProducerRegisters>();
@@ -24,7 +24,7 @@ extern "C" __global__ void __launch_bounds__(kCtaThreads, 1) attention(const __g
     } else if (warp == kVWarp) {
       produce_v(params, shared);
     } else {
-      carry_rows(params.base, shared, warp - kFirstRowsWarp);
+      carry_rows(params, shared, (warp - kFirstRowsWarp) * kRowsOfWarp);
     }
   } else {
     take_registers<kConsumerRegisters>();

@@ -22,6 +22,7 @@ __device__ __forceinline__ void fence_acquire() { asm volatile("fence.acq_rel.gp
 // Loads of data another CTA wrote in this launch go to L2: L1 may hold an older line.
 __device__ __forceinline__ float load_l2(const float* pointer) { return __ldcg(pointer); }
 __device__ __forceinline__ float2 load_l2(const float2* pointer) { return __ldcg(pointer); }
+__device__ __forceinline__ float4 load_l2(const float4* pointer) { return __ldcg(pointer); }
 
 __device__ __forceinline__ void prefetch_l2(const void* pointer) { asm volatile("prefetch.global.L2 [%0];" ::"l"(pointer)); }
 

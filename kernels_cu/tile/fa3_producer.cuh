@@ -4,30 +4,25 @@
 
 #include "tile/fa3_layout.cuh"
 
-// What the producer itself needs of a segment.
-struct SegmentKeys {
-  int kv_begin, kv_end, first_seen, kv_base, kv_head;
-  bool valid;
-};
-
 // Publish the next segment in slot `count` of the work ring.
-__device__ __forceinline__ SegmentKeys publish_next(const AttentionParams& params, const Shared& shared, WorkCursor<false>& cursor, unsigned count) {
-  Tile tile = {};
-  Segment segment = {};
-  bool valid = cursor.next(params, tile, segment);
-  MergeGroup group = valid ? load_merge_group(params, segment) : MergeGroup{0, 0};
+__device__ __forceinline__ void publish_next(const AttentionParams& params, const Shared& shared, unsigned count) {
   unsigned slot = count % kWorkSlots, phase = count / kWorkSlots & 1;
   mbarrier_sleep(shared.barrier(kWorkEmpty + slot), phase ^ 1);
-  QueuedWork& work = shared.control->works[slot];
-  if (lane_idx() == 0) work.tile = tile, work.segment = segment, work.group = group, work.valid = valid;
-  if (lane_idx() < kConsumers) {
-    int first_row = lane_idx() * kWarpgroupRows, last_row = max(first_row, min(first_row + kWarpgroupRows, tile.num_rows) - 1);
-    work.seen_from[lane_idx()] = make_row(params, tile, segment.kv_head, last_row).lo;
-    work.seen_to[lane_idx()] = min(make_row(params, tile, segment.kv_head, first_row).hi, segment.kv_end - 1);
+  QueuedWork& work = shared.work(slot);
+  if (producer_lane() == 0) {
+    Cursor& cursor = shared.control->cursor;
+    work.segment.kv_begin = work.segment.kv_end = 0;
+    work.valid = cursor.next(params, work.tile, work.segment);
+    if (work.valid) work.group = load_merge_group(params, work.segment);
   }
   __syncwarp();
-  if (lane_idx() == 0) mbarrier_arrive(shared.barrier(kWorkFull + slot));
-  return {segment.kv_begin, segment.kv_end, segment.first_seen, tile.kv_base, segment.kv_head, valid};
+  if (producer_lane() < kConsumers && work.valid) {
+    int first_row = producer_lane() * kWarpgroupRows, last_row = max(first_row, min(first_row + kWarpgroupRows, work.tile.num_rows) - 1);
+    work.seen_from[producer_lane()] = make_row(params, work.tile, work.segment.kv_head, last_row).lo;
+    work.seen_to[producer_lane()] = min(make_row(params, work.tile, work.segment.kv_head, first_row).hi, work.segment.kv_end - 1);
+  }
+  __syncwarp();
+  if (producer_lane() == 0) mbarrier_arrive(shared.barrier(kWorkFull + slot));
 }
 
 // Where the box of this lane lies for the tile that starts at `key_begin`: page and slot of its first key. Boxes without a key that the
@@ -35,17 +30,17 @@ __device__ __forceinline__ SegmentKeys publish_next(const AttentionParams& param
 struct BoxOrigin {
   int page, slot;
 
-  __device__ __forceinline__ BoxOrigin(const Fa3Params& params, const SegmentKeys& keys, int key_begin) {
+  __device__ __forceinline__ BoxOrigin(const Fa3Params& params, const QueuedWork& work, int key_begin) {
     if constexpr (kPaged) {
-      int key = key_begin + lane_idx() * params.box_rows;
+      int key = key_begin + producer_lane() * params.box_rows;
       page = params.num_pages, slot = 0;
-      if (key < keys.kv_end && key + params.box_rows > keys.first_seen) {
+      if (key < work.segment.kv_end && key + params.box_rows > work.segment.first_seen) {
         int page_idx = divide(key, params.base.by_page_size);
-        page = __ldg(params.base.page_indices + keys.kv_base + page_idx);
+        page = __ldg(params.base.page_indices + work.tile.kv_base + page_idx);
         slot = key - page_idx * params.base.page_size;
       }
     } else {
-      page = 0, slot = keys.kv_base + key_begin;
+      page = 0, slot = work.tile.kv_base + key_begin;
     }
   }
 };
@@ -56,10 +51,10 @@ __device__ __forceinline__ int boxes_per_tile(const Fa3Params& params) { return 
 template <int kBlocks>
 __device__ __forceinline__ void copy_tile(const Fa3Params& params, const TensorMap& map, unsigned tile, unsigned barrier, const BoxOrigin& origin, int kv_head,
                                           int num_boxes) {
-  if (lane_idx() == 0) mbarrier_arrive_expect(barrier, kBlocks * kKvBlockBytes);
+  if (producer_lane() == 0) mbarrier_arrive_expect(barrier, kBlocks * kKvBlockBytes);
   __syncwarp();
-  if (lane_idx() < num_boxes) {
-    unsigned target = tile + lane_idx() * params.box_rows * kBlockRowBytes;
+  if (producer_lane() < num_boxes) {
+    unsigned target = tile + producer_lane() * params.box_rows * kBlockRowBytes;
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
       tma_load_4d(target + block * kKvBlockBytes, map, barrier, block * kBlockColumns, origin.slot, kv_head, origin.page);
@@ -68,55 +63,61 @@ __device__ __forceinline__ void copy_tile(const Fa3Params& params, const TensorM
   __syncwarp();
 }
 
-// Copy every K tile of the CTA, and publish its segments.
+// Copy every K tile of the CTA, and publish its segments. What it needs of a segment is read from shared memory each time: this warp
+// has few registers, and publishing takes most of them.
 __device__ __forceinline__ void produce_k(const Fa3Params& params, const Shared& shared) {
-  WorkCursor<false> cursor(params.base);
-  if (lane_idx() == 0) tma_prefetch_map(params.k);
-  unsigned num_published = 0, count = 0;
-  int num_boxes = boxes_per_tile(params);
   // Before the first segment, one without keys: publishing has one place, behind the first tile of the segment before.
-  SegmentKeys keys = {0, 0, 0, 0, 0, true};
+  if (producer_lane() == 0) {
+    tma_prefetch_map(params.k);
+    shared.control->cursor = Cursor(params.base);
+    QueuedWork& none = shared.work(kWorkSlots - 1);
+    none.segment.kv_begin = none.segment.kv_end = 0;
+    none.valid = true;
+  }
+  __syncwarp();
+  unsigned count = 0;
+  int num_boxes = boxes_per_tile(params);
 #pragma unroll 1
-  while (keys.valid) {
-    SegmentKeys following = {};
-    BoxOrigin origin(params, keys, keys.kv_begin);
-    int key_begin = keys.kv_begin;
+  for (unsigned slot = 0; shared.work(slot - 1).valid; ++slot) {
+    // No other slot takes its place before it is left, since this warp fills them.
+    const QueuedWork& work = shared.work(slot - 1);
+    int key_begin = work.segment.kv_begin;
+    BoxOrigin origin(params, work, key_begin);
 #pragma unroll 1
     do {
-      if (key_begin < keys.kv_end) {
+      if (key_begin < work.segment.kv_end) {
         // The page table is read one tile ahead.
-        BoxOrigin next_origin(params, keys, key_begin + kKvTile);
+        BoxOrigin next_origin(params, work, key_begin + kKvTile);
         wait_empty(shared, kKEmpty, count);
-        copy_tile<kQkBlocks>(params, params.k, shared.k_tile(count), shared.barrier(kKFull + count % kNumStages), origin, keys.kv_head, num_boxes);
+        copy_tile<kQkBlocks>(params, params.k, shared.k_tile(count), shared.barrier(kKFull + count % kNumStages), origin, work.segment.kv_head, num_boxes);
         origin = next_origin;
         ++count;
       }
       // Records of the next segment are read while the first tile of this one travels.
-      if (key_begin == keys.kv_begin) following = publish_next(params.base, shared, cursor, num_published++);
+      if (key_begin == work.segment.kv_begin) publish_next(params.base, shared, slot);
       key_begin += kKvTile;
-    } while (key_begin < keys.kv_end);
-    keys = following;
+    } while (key_begin < work.segment.kv_end);
   }
 }
 
 // Copy every V tile of the CTA.
 __device__ __forceinline__ void produce_v(const Fa3Params& params, const Shared& shared) {
-  if (lane_idx() == 0) tma_prefetch_map(params.v);
+  if (producer_lane() == 0) tma_prefetch_map(params.v);
   unsigned count = 0;
   int num_boxes = boxes_per_tile(params);
 #pragma unroll 1
   for (unsigned slot = 0;; ++slot) {
     const QueuedWork& work = wait_for_work(shared, slot);
-    SegmentKeys keys = {work.segment.kv_begin, work.segment.kv_end, work.segment.first_seen, work.tile.kv_base, work.segment.kv_head, work.valid};
-    release_work(shared, slot);
-    if (!keys.valid) return;
-    BoxOrigin origin(params, keys, keys.kv_begin);
+    if (!work.valid) return;
+    int key_begin = work.segment.kv_begin;
+    BoxOrigin origin(params, work, key_begin);
 #pragma unroll 1
-    for (int key_begin = keys.kv_begin; key_begin < keys.kv_end; key_begin += kKvTile, ++count) {
-      BoxOrigin next_origin(params, keys, key_begin + kKvTile);
+    for (; key_begin < work.segment.kv_end; key_begin += kKvTile, ++count) {
+      BoxOrigin next_origin(params, work, key_begin + kKvTile);
       wait_empty(shared, kVEmpty, count);
-      copy_tile<kVoBlocks>(params, params.v, shared.v_tile(count), shared.barrier(kVFull + count % kNumStages), origin, keys.kv_head, num_boxes);
+      copy_tile<kVoBlocks>(params, params.v, shared.v_tile(count), shared.barrier(kVFull + count % kNumStages), origin, work.segment.kv_head, num_boxes);
       origin = next_origin;
     }
+    release_work(shared, slot);
   }
 }

@@ -1,83 +1,103 @@
 // SPDX-License-Identifier: Apache-2.0
-// The warp that carries a consumer's rows: packed queries from global memory into its operand tile, finished outputs back.
+// The warps that carry the consumers' rows: packed queries from global memory into their buffers, finished outputs back.
 #pragma once
 
 #include "ptx/cp_async.cuh"
 #include "tile/fa3_layout.cuh"
 
-// Byte offset of a 16-byte chunk of a row in an operand tile of one warpgroup.
-__device__ __forceinline__ unsigned q_chunk_offset(unsigned row, unsigned chunk) {
-  return chunk / 8 * kQBlockBytes + Swizzle<kBlockRowBytes>::offset(row, chunk % 8);
-}
+static_assert(kRowsOfWarp == 32, "a lane knows where a row lies");
+constexpr int kRowsBoxBytes = kRowsOfWarp * kBlockRowBytes;
 
-// Start copying a consumer's 64 query rows; rows past the tile's last become zeros. `full` counts the lanes when their bytes are there.
-__device__ __forceinline__ void load_query_rows(const AttentionParams& params, const QueuedWork& work, unsigned q_tile, int consumer, unsigned full) {
-  constexpr int kChunks = kHeadDimQk / 8, kSteps = 32 * kChunks / 32;
-  int lane = lane_idx();
-#pragma unroll 1
-  for (int half = 0; half < kWarpgroupRows / 32; ++half) {
-    int first_row = consumer * kWarpgroupRows + half * 32, num_rows = work.tile.num_rows - first_row;
-    Row lane_row = make_row(params, work.tile, work.segment.kv_head, first_row + lane);
-    long long lane_offset = (static_cast<long long>(work.tile.q_begin) + lane_row.token) * params.q_stride_token + lane_row.head * params.q_stride_head;
-#pragma unroll 4
-    for (int step = 0; step < kSteps; ++step) {
-      int idx = step * 32 + lane, row = idx / kChunks, chunk = idx % kChunks;
-      long long offset = __shfl_sync(kFullWarp, lane_offset, row);
-      bool valid = row < num_rows;
-      const unsigned char* source = static_cast<const unsigned char*>(params.q) + (valid ? offset * 2 + chunk * 16 : 0);
-      cp_async_16(q_tile + q_chunk_offset(half * 32 + row, chunk), source, valid);
+// Where the box of packed rows from `row_begin` of a consumer on lies. A group divides 32, and so does it every first row.
+struct RowsOrigin {
+  int head, token;
+
+  __device__ __forceinline__ RowsOrigin(const AttentionParams& params, const QueuedWork& work, int first_row)
+      : head(work.segment.kv_head * params.group_size), token(work.tile.q_begin + divide(work.tile.row_begin + first_row, params.by_group_size)) {}
+};
+
+// Start copying a consumer's query rows from `row_begin` on; `full` counts the lanes when their bytes are there. Rows past the tile's
+// last become zeros, or other requests' queries, of which nothing leaves its row.
+__device__ __forceinline__ void load_query_rows(const Fa3Params& params, const QueuedWork& work, unsigned buffer, int consumer, int row_begin, unsigned full) {
+  const AttentionParams& base = params.base;
+  int lane = producer_lane(), first_row = consumer * kWarpgroupRows + row_begin;
+  if (params.q_boxes) {
+    if (lane == 0) {
+      RowsOrigin origin(base, work, first_row);
+      mbarrier_arrive_expect(full, kQkBlocks * kRowsBoxBytes);
+#pragma unroll
+      for (int block = 0; block < kQkBlocks; ++block) {
+        tma_load_3d(buffer + block * kQBlockBytes + row_begin * kBlockRowBytes, params.q, full, block * kBlockColumns, origin.head, origin.token);
+      }
     }
+    return;
+  }
+  constexpr int kChunks = kHeadDimQk / 8, kUnroll = kFewRegisters ? 1 : 4;
+  int num_rows = work.tile.num_rows - first_row;
+  // Lanes past the last row stand for it: an address that is not read must be one that exists.
+  Row lane_row = make_row(base, work.tile, work.segment.kv_head, min(first_row + lane, work.tile.num_rows - 1));
+  const unsigned short* lane_source = static_cast<const unsigned short*>(base.q) +
+                                      (static_cast<long long>(work.tile.q_begin) + lane_row.token) * base.q_stride_token +
+                                      lane_row.head * base.q_stride_head;
+#pragma unroll kUnroll
+  for (int step = 0; step < kChunks; ++step) {
+    int idx = step * 32 + lane, row = idx / kChunks, chunk = idx % kChunks;
+    const uint4* source = reinterpret_cast<const uint4*>(__shfl_sync(kFullWarp, reinterpret_cast<long long>(lane_source), row)) + chunk;
+    cp_async_16(buffer + row_chunk_offset(row_begin + row, chunk), source, row < num_rows);
   }
   cp_async_arrive(full);
 }
 
-// Store a consumer's 64 finished rows, in 16-byte stores.
-__device__ __forceinline__ void store_output_rows(const AttentionParams& params, const QueuedWork& work, const Shared& shared, int consumer) {
-  constexpr int kChunks = kORowBytes / 16, kSteps = kWarpRows * kChunks / 32;
-  int lane = lane_idx();
-#pragma unroll 1
-  for (int warp = 0; warp < kWarpgroupRows / kWarpRows; ++warp) {
-    const unsigned char* staging = shared.o_rows(consumer, warp);
-    int first_row = consumer * kWarpgroupRows + warp * kWarpRows, num_rows = work.tile.num_rows - first_row;
-    if (num_rows <= 0) break;
-    Row lane_row = make_row(params, work.tile, work.segment.kv_head, first_row + lane % kWarpRows);
-    long long lane_target = reinterpret_cast<long long>(output_row(params, work.tile, lane_row));
-#pragma unroll 2
-    for (int step = 0; step < kSteps; ++step) {
+// Store a consumer's finished rows from `row_begin` on. On return the buffer may be written again.
+__device__ __forceinline__ void store_output_rows(const Fa3Params& params, const QueuedWork& work, unsigned buffer, int consumer, int row_begin) {
+  const AttentionParams& base = params.base;
+  int lane = producer_lane(), first_row = consumer * kWarpgroupRows + row_begin, num_rows = work.tile.num_rows - first_row;
+  if (params.o_boxes && num_rows >= kRowsOfWarp) {
+    if (lane == 0) {
+      RowsOrigin origin(base, work, first_row);
+#pragma unroll
+      for (int block = 0; block < kVoBlocks; ++block) {
+        tma_store_3d(buffer + block * kQBlockBytes + row_begin * kBlockRowBytes, params.o, block * kBlockColumns, origin.head, origin.token);
+      }
+      tma_wait_stores_read();
+    }
+  } else {
+    constexpr int kChunks = kHeadDimVo / 8, kUnroll = kFewRegisters ? 1 : 2;
+    long long lane_target = reinterpret_cast<long long>(output_row(base, work.tile, make_row(base, work.tile, work.segment.kv_head, first_row + lane)));
+#pragma unroll kUnroll
+    for (int step = 0; step < kChunks; ++step) {
       int idx = step * 32 + lane, row = idx / kChunks, chunk = idx % kChunks;
       uint4* target = reinterpret_cast<uint4*>(__shfl_sync(kFullWarp, lane_target, row)) + chunk;
-      if (row < num_rows) *target = *reinterpret_cast<const uint4*>(staging + Swizzle<kORowBytes>::offset(row, chunk));
+      if (row < num_rows) *target = *static_cast<const uint4*>(__cvta_shared_to_generic(buffer + row_chunk_offset(row_begin + row, chunk)));
     }
+    fence_async_proxy();
   }
+  __syncwarp();
 }
 
-// The warp of one consumer, over all segments of the CTA.
-__device__ __forceinline__ void carry_rows(const AttentionParams& params, const Shared& shared, int consumer) {
-  unsigned num_outputs = 0;
-  bool owes_output = false;
+// One of the warps, over all segments of the CTA: of every consumer the rows from `row_begin` on.
+__device__ __forceinline__ void carry_rows(const Fa3Params& params, const Shared& shared, int row_begin) {
+  if (producer_lane() == 0) {
+    if (params.q_boxes) tma_prefetch_map(params.q);
+    if (params.o_boxes) tma_prefetch_map(params.o);
+  }
+  bool loads = true;
+  int num_left = kQBuffers;  // rounds with outputs to store, once there is nothing more to load
 #pragma unroll 1
-  for (unsigned slot = 0;; ++slot) {
-    const QueuedWork& work = wait_for_work(shared, slot);
-    // Queries of this segment, then the output of the one before; the other way round where both take the same place.
+  for (unsigned slot = 0; loads || num_left > 0; ++slot) {
+    if (loads) loads = wait_for_work(shared, slot).valid;
+    if (!loads) --num_left;
+    // Of each buffer first the outputs it holds, then the queries that follow.
 #pragma unroll 1
-    for (int step = 0; step < 2; ++step) {
-      if ((step == 0) == kJoinSegments) {
-        if (!work.valid) continue;
-        int buffer = shared.q_buffer(consumer, slot);
-        mbarrier_sleep(shared.barrier(kQEmpty + buffer), (slot / kQBuffers & 1) ^ 1);
-        load_query_rows(params, work, shared.q_tile(consumer, slot), consumer, shared.barrier(kQFull + buffer));
-      } else if (slot > 0) {
-        if (owes_output) {
-          mbarrier_sleep(shared.barrier(kOFull + consumer), num_outputs & 1);
-          store_output_rows(params, shared.control->works[(slot - 1) % kWorkSlots], shared, consumer);
-          __syncwarp();
-          if (lane_idx() == 0) mbarrier_arrive(shared.barrier(kOEmpty + consumer));
-          ++num_outputs;
-        }
-        release_work(shared, slot - 1);
+    for (int consumer = 0; consumer < kConsumers; ++consumer) {
+      int buffer = shared.q_buffer(consumer, slot);
+      if (slot >= kQBuffers) {
+        const QueuedWork& finished = shared.work(slot - kQBuffers);
+        mbarrier_sleep(shared.barrier(kQDone + buffer), (slot / kQBuffers & 1) ^ 1);
+        if (finished.is_staged()) store_output_rows(params, finished, shared.q_tile(consumer, slot), consumer, row_begin);
       }
+      if (loads) load_query_rows(params, shared.work(slot), shared.q_tile(consumer, slot), consumer, row_begin, shared.barrier(kQFull + buffer));
     }
-    if (!work.valid) return;
-    owes_output = work.is_staged();
+    if (slot >= kQBuffers) release_work(shared, slot - kQBuffers);
   }
 }

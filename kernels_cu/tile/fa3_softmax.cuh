@@ -7,8 +7,6 @@
 #include "ptx/wgmma.cuh"
 #include "tile/fa3_layout.cuh"
 
-// Logits that a soft cap or ALiBi has already brought to the log2 domain; others are scaled inside the exponent.
-constexpr bool kTransformLogits = kSoftCap || kAlibi;
 // Stands for the maximum of a row that has seen no key: finite, so that -inf minus it is still -inf.
 constexpr float kNoMax = -1e30f;
 // Growth of a row's maximum, in powers of two, that exponentials take on before sums and output are rescaled. Half holds 2^8.
@@ -24,7 +22,7 @@ using Weights = unsigned[kKvTile / 4];
 // What a thread knows of a segment's tile while it walks the keys.
 struct ThreadRows {
   int lo[2], hi[2];          // keys its rows see
-  float scale;               // of raw products
+  float scale;               // of raw products, into a soft cap's tanh or the log2 domain
   float slope[2];            // ALiBi, in the log2 domain
   int position[2];
 
@@ -41,7 +39,7 @@ struct ThreadRows {
       position[r] = row.position;
     }
     float logit_scale = params.sm_scale * (params.k_scale != nullptr ? __ldg(params.k_scale + kv_head) : 1.f);
-    scale = fmaxf(kSoftCap ? logit_scale : logit_scale * kLog2E, kLeastScale);
+    scale = fmaxf(kSoftCap ? logit_scale / params.logits_soft_cap : logit_scale * kLog2E, kLeastScale);
   }
 };
 
@@ -50,21 +48,29 @@ struct RowState {
   float sum[2];  // this thread's share of the sum of exponentials
 };
 
-// Raw products to logits: soft cap and ALiBi, then -inf for the keys that a row does not see.
-__device__ __forceinline__ void finish_logits(const AttentionParams& params, const QueuedWork& work, int consumer, const ThreadRows& rows, int key_begin, Logits& s) {
+// From what finish_logits leaves to the log2 domain: a factor that the exponent applies.
+__device__ __forceinline__ float exponent_scale(const AttentionParams& params, const ThreadRows& rows) {
+  return kAlibi ? 1.f : kSoftCap ? params.logits_soft_cap * kLog2E : rows.scale;
+}
+
+// Raw products to logits, up to exponent_scale: soft cap and ALiBi, then -inf for the keys that a row does not see.
+__device__ __forceinline__ void finish_logits(const AttentionParams& params, const QueuedWork& work, int consumer, const ThreadRows& rows, int key_begin,
+                                              Logits& s) {
   int lane_key = key_begin + lane_idx() % 4 * 2;
-  if constexpr (kTransformLogits) {
-    float rcp_cap = kSoftCap ? 1.f / params.logits_soft_cap : 1.f;
+  if constexpr (kSoftCap) {
 #pragma unroll
-    for (int i = 0; i < kKvTile / 2; ++i) {
-      s[i] *= rows.scale;
-      if constexpr (kSoftCap) s[i] = params.logits_soft_cap * kLog2E * tanh_ex2(s[i] * rcp_cap);
-      if constexpr (kAlibi) s[i] = fmaf(rows.slope[i / 2 % 2], static_cast<float>(lane_key - rows.position[i / 2 % 2] + i / 4 * 8 + i % 2), s[i]);
-    }
+    for (int i = 0; i < kKvTile / 2; ++i) s[i] = tanh_ex2(s[i] * rows.scale);
+  }
+  if constexpr (kAlibi) {
+    float scale = kSoftCap ? params.logits_soft_cap * kLog2E : rows.scale;
+    // One conversion per row: distances in a tile are exact in float.
+    float distance[2] = {static_cast<float>(lane_key - rows.position[0]), static_cast<float>(lane_key - rows.position[1])};
+#pragma unroll
+    for (int i = 0; i < kKvTile / 2; ++i) s[i] = fmaf(s[i], scale, rows.slope[i / 2 % 2] * (distance[i / 2 % 2] + (i / 4 * 8 + i % 2)));
   }
   if (key_begin < work.seen_from[consumer] || key_begin + kKvTile - 1 > work.seen_to[consumer]) {
     // Few tiles come here, so where accumulators fill the registers the bounds are found anew.
-    ThreadRows bounds = kHeadDimVo > 128 ? ThreadRows(params, work, consumer, threadIdx.x / 32 % 4) : rows;
+    ThreadRows bounds = kHeadDimVo > 128 || kConsumers == 3 ? ThreadRows(params, work, consumer, threadIdx.x / 32 % 4) : rows;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       int lo = bounds.lo[r] - lane_key, hi = bounds.hi[r] - lane_key;
@@ -82,8 +88,7 @@ __device__ __forceinline__ void finish_logits(const AttentionParams& params, con
 
 // Take the logits of a tile into the running maximum and sum, and make them exponentials. `rescale` brings what was summed before to
 // the new maximum.
-__device__ __forceinline__ void update_softmax(const ThreadRows& rows, Logits& s, RowState& state, float (&rescale)[2]) {
-  float scale = kTransformLogits ? 1.f : rows.scale;
+__device__ __forceinline__ void update_softmax(float scale, Logits& s, RowState& state, float (&rescale)[2]) {
   // Two chains per row, so that neighbouring operations do not wait for each other.
   float largest[2][2], sum[2][2];
 #pragma unroll

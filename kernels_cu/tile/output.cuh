@@ -126,11 +126,10 @@ __device__ __forceinline__ void merge_columns(const AttentionParams& params, con
   }
 }
 
-// All of `Threads`, after they stored their share of a part: announce it, and merge if it was the last of its group.
+// All of `Threads`, after they stored their share of a part: announce it; true if it was the last of its group, which they then merge.
 // `is_last` is one int of shared memory; the caller synchronises before reusing it.
 template <typename Threads = CtaThreads>
-__device__ __forceinline__ void finish_part_of_group(const AttentionParams& params, const Tile& tile, const Segment& segment, const MergeGroup& group,
-                                                     int* is_last) {
+__device__ __forceinline__ bool arrive_part(const AttentionParams& params, const Segment& segment, const MergeGroup& group, int* is_last) {
   Threads::sync();
   if (Threads::index() == 0) {
     int* arrived = arrival_counter(params, segment, 0);
@@ -139,5 +138,12 @@ __device__ __forceinline__ void finish_part_of_group(const AttentionParams& para
     if (*is_last) *arrived = 0;
   }
   Threads::sync();
-  if (*is_last) merge_columns<kHeadDimVo>(params, tile, segment, group, 0, Threads::index(), Threads::count());
+  return *is_last;
+}
+
+__device__ __forceinline__ void finish_part_of_group(const AttentionParams& params, const Tile& tile, const Segment& segment, const MergeGroup& group,
+                                                     int* is_last) {
+  if (arrive_part(params, segment, group, is_last)) {
+    merge_columns<kHeadDimVo>(params, tile, segment, group, 0, CtaThreads::index(), CtaThreads::count());
+  }
 }

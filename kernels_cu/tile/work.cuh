@@ -27,8 +27,9 @@ struct Segment {
 };
 
 // Walks the segments of this CTA. One that runs ahead of the arithmetic keeps the next segment's tile on its way, so that moving
-// on does not wait for memory; one that follows finds the tiles in L1.
-template <bool kRunsAhead>
+// on does not wait for memory; one that follows finds the tiles in L1. One without registers to spare reads a tile back from shared
+// memory, where it lies, field by field.
+template <bool kRunsAhead, bool kFewRegisters = false>
 struct WorkCursor {
   int num_whole_units, whole_unit, wave;
   int unit, iter, remaining;
@@ -48,11 +49,15 @@ struct WorkCursor {
   // Move to the next segment; false when the share is done.
   __device__ __forceinline__ bool next(const AttentionParams& params, Tile& tile, Segment& segment) {
     if constexpr (!kRunsAhead) look_ahead(params);
+    if constexpr (kFewRegisters) asm volatile("" ::: "memory");
     tile = ahead;
+    if constexpr (kFewRegisters) asm volatile("" ::: "memory");
     if (whole_unit < num_whole_units) {
       segment = {kv_head_of(params, whole_unit), tile.kv_begin, tile.kv_end, -1, 0, 0};
       ++wave;
-      whole_unit = wave * gridDim.x + ((wave & 1) ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+      unsigned cta = blockIdx.x, grid = gridDim.x;
+      if constexpr (kFewRegisters) asm volatile("mov.u32 %0, %%ctaid.x;\n\tmov.u32 %1, %%nctaid.x;" : "=r"(cta), "=r"(grid));
+      whole_unit = wave * grid + ((wave & 1) ? grid - 1 - cta : cta);
     } else if (remaining > 0) {
       int taken = min(tile.num_iters() - iter, remaining);
       int kv_begin = tile.kv_begin + iter * kKvTile;

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 import cupyinfer
-from cupyinfer.attention.backend_choice import choose_backend, fa3_box_rows
+from cupyinfer.attention.backend_choice import choose_backend
 from cupyinfer.attention.options import make_options
 from cupyinfer.attention.prefill import paged_prefill_request, ragged_prefill_request
 from cupyinfer.errors import UnsupportedError
 from cupyinfer.schedule.planner import BatchLimits
 from cupyinfer.schedule.profile import named_profile
+from cupyinfer.schedule.tiles import fa3_box_rows
 from cupyinfer.workspace import WorkspaceSize
 
 PLAIN: dict[str, Any] = {"decode": False, "paged": True, "num_qo_heads": 8, "num_kv_heads": 2, "head_dim_qk": 128, "page_size": 16}
@@ -40,6 +41,8 @@ def choice(requested: str, arch: str = "sm_90a", custom_mask: bool = False, tile
         {"pos_encoding_mode": "ALIBI"},
         {"page_size": 8},
         {"page_size": 256},
+        {"page_size": 80},
+        {"page_size": 320},
     ],
     ids=str,
 )
@@ -60,7 +63,10 @@ def test_auto_takes_fa3_where_it_is_able(changed: dict[str, Any]) -> None:
         ({"custom_mask": True}, "has no custom masks"),
         ({"pos_encoding_mode": "ROPE_LLAMA"}, "does not rotate queries and keys"),
         ({"head_dim_qk": 96}, "has no tile for head_dim 96"),
-        ({"page_size": 5}, "needs pages of a multiple of 8 keys that divide 128 or are a multiple of it, got 5"),
+        ({"page_size": 1}, "got 1"),
+        ({"page_size": 5}, "needs pages of a multiple of 8 keys that divide 128 or 160 or are a multiple of it, got 5"),
+        ({"page_size": 80, "logits_soft_cap": 30.0}, "that divide 128 or are a multiple of it, got 80"),
+        ({"page_size": 80, "pos_encoding_mode": "ALIBI"}, "that divide 128 or are a multiple of it, got 80"),
         ({"page_size": 48}, "got 48"),
         ({"head_dim_qk": 256, "page_size": 96, "tile_q": 64}, "that divide 64 or are a multiple of it, got 96"),
     ],
@@ -116,3 +122,46 @@ def test_a_graph_keeps_its_kernel() -> None:
         object.__setattr__(request, "graph_limits", limits)
         backends.add(request.draft(profile).shape.backend)
     assert backends == {"fa3"}
+
+
+@pytest.mark.parametrize(
+    ("qo_lens", "num_qo_heads", "changed", "rows"),
+    [
+        ((1024,) * 16, 8, {}, 192),
+        ((1000, 37, 210), 10, {}, 192),  # a group of 5 divides neither tile
+        ((48,) * 16, 8, {}, 192),  # one full tile of 192 rows, or one and a half of 128
+        ((64,) * 16, 8, {}, 128),  # 256 rows
+        ((64,) * 16, 2, {}, 128),  # a third of a tile of 192 rows
+        ((1000, *(3,) * 40), 8, {}, 128),
+        ((2000, *(3,) * 8), 8, {}, 192),
+        ((64,) * 16, 8, {"disable_split_kv": True}, 192),  # must not look at the batch
+        ((1024,) * 16, 8, {"logits_soft_cap": 30.0}, 128),
+        ((1024,) * 16, 8, {"pos_encoding_mode": "ALIBI"}, 128),
+        ((1024,) * 16, 8, {"head_dim": 128}, 128),
+    ],
+)
+def test_rows_per_fa3_tile(qo_lens: tuple[int, ...], num_qo_heads: int, changed: dict[str, Any], rows: int) -> None:
+    """192 rows where head_dim 64 gains more from them than it loses to padding; the size is that of the plan."""
+    profile = named_profile("h200")
+    options = {"head_dim": 64, **changed}
+    indptr = np.concatenate([[0], np.cumsum(qo_lens)]).astype(np.int32)
+    head_dim = options.pop("head_dim")
+    request = ragged_prefill_request(indptr, indptr, num_qo_heads, 2, head_dim, causal=True, q_data_type="bfloat16", **options)
+    object.__setattr__(request, "backend", "fa3")
+    draft = request.draft(profile)
+    assert draft.schedule.config.cta_tile_q == rows
+    assert draft.schedule.tiles[:, 3].max() <= rows
+    limits = cupyinfer.WorkspaceLimits("prefill", len(qo_lens), num_qo_heads, 2, head_dim, max_num_qo_tokens=sum(qo_lens))
+    bound = cupyinfer.workspace_bound(limits, profile)
+    assert draft.size.float_bytes <= bound.float_bytes and draft.size.int_bytes <= bound.int_bytes
+
+
+@pytest.mark.parametrize(("limits", "rows"), [(BatchLimits(4, 4000), 192), (BatchLimits(200, 4000), 128)], ids=["few", "many"])
+def test_a_graph_keeps_its_rows(limits: BatchLimits, rows: int) -> None:
+    for tokens in (4, 4000):
+        indptr = np.array([0, tokens], np.int32)
+        request = ragged_prefill_request(indptr, indptr, 8, 2, 64, q_data_type="bfloat16")
+        object.__setattr__(request, "backend", "fa3")
+        object.__setattr__(request, "graph_limits", limits)
+        draft = request.draft(named_profile("h200"))
+        assert draft.schedule.config.cta_tile_q == rows and draft.size == request.draft(named_profile("h200")).size

@@ -3,22 +3,159 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 
+import cupyinfer
 from cupyinfer.backends.device import current_device, read_profile
-from cupyinfer.schedule.tiles import FA3_ARCH, FA3_TILES
+from cupyinfer.schedule.tiles import FA3_ARCH, FA3_CTA_TILE_Q, FA3_KV_TILES, fa3_tile_q
 from tests.support.batches import Case
-from tests.support.runner import run_case
+from tests.support.runner import Call, run_case
+
+#: Groups that fill boxes of 32 packed rows, and such that do not.
+HEADS = [(2, 2), (8, 4), (8, 2), (8, 1), (32, 2), (32, 1), (6, 2), (12, 2), (64, 1)]
+
+
+@pytest.fixture(autouse=True)
+def _needs_hopper() -> None:
+    arch = read_profile(current_device()).arch
+    if arch != FA3_ARCH:
+        pytest.skip(f"fa3 runs on {FA3_ARCH} only, this GPU is {arch}")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("head_dims", FA3_TILES, ids=str)
+@pytest.mark.parametrize("head_dims", FA3_KV_TILES, ids=str)
 @pytest.mark.parametrize("op", ["paged", "ragged"])
 def test_plain_prefill_is_served(op: str, head_dims: tuple[int, int], dtype: str, causal: bool) -> None:
-    arch = read_profile(current_device()).arch
-    if arch != FA3_ARCH:
-        pytest.skip(f"fa3 runs on {FA3_ARCH} only, this GPU is {arch}")
     page_size = 16 if op == "paged" else 1
     run_case(Case((300, 150, 0, 7), (150, 100, 3, 7), op, head_dims=head_dims, dtype=dtype, causal=causal, page_size=page_size), "fa3")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+def test_rows_of_any_group_come_and_go(heads: tuple[int, int], causal: bool) -> None:
+    """Whole boxes, boxes cut short by the end of a request or of the batch, and tiles without any row for a consumer."""
+    queries = (130, 1, 64, 33, 8, 0, 200, 3)
+    run_case(Case(tuple(n + 90 for n in queries), queries, "ragged", heads=heads, causal=causal), "fa3")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dims", FA3_KV_TILES, ids=str)
+def test_many_segments_follow_each_other(head_dims: tuple[int, int]) -> None:
+    """More units than CTAs, of one tile and more and of no key at all, so that every buffer of rows is used again and again."""
+    queries = (150, 40, 300, 7, 90, 64, 128, 1) * 5
+    keys = tuple(n * (k % 3) + k for k, n in enumerate(queries))
+    run_case(Case(keys, queries, "ragged", heads=(32, 8), head_dims=head_dims), "fa3")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("page_size", "tile", "changed"),
+    [
+        (1, 160, {}),
+        (16, 160, {}),
+        (32, 160, {}),
+        (80, 160, {}),
+        (64, 128, {}),
+        (256, 128, {}),
+        (16, 160, {"dtype": "bfloat16", "layout": "HND"}),
+        (16, 160, {"window_left": 1100}),
+        (16, 160, {"sinks": True}),
+        (16, 128, {"soft_cap": 20.0}),
+        (16, 128, {"pos_encoding": "ALIBI"}),
+        (16, 128, {"disable_split_kv": True}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+def test_tiles_of_many_keys(page_size: int, tile: int, changed: dict[str, Any], causal: bool) -> None:
+    """The batch fills tiles of 160 keys; the causal diagonal, the window and the last page fall within tiles."""
+    op = "ragged" if page_size == 1 else "paged"
+    case = Case((3040, 1590, 2237), (270, 33, 300), op, page_size=page_size, causal=causal, **changed)
+    call = Call(case, "fa3")
+    call.plan()
+    assert call.wrapper.plan_info.kv_tile == tile
+    run_case(case, "fa3")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dims", FA3_KV_TILES, ids=str)
+@pytest.mark.parametrize("keys", [1500, 9000], ids=str)
+def test_parts_are_merged(head_dims: tuple[int, int], keys: int) -> None:
+    """Few queries over many keys: every unit is divided, into up to more parts than are loaded at a time."""
+    case = Case((keys, keys - 30), (40, 45), "ragged", heads=(4, 1), head_dims=head_dims)
+    call = Call(case, "fa3")
+    call.plan()
+    assert call.wrapper.plan_info.num_merge_groups > 0
+    run_case(case, "fa3")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("changed", [{}, {"window_left": 150}, {"sinks": True}, {"fixed_split_size": 128}, {"scales": "head"}], ids=str)
+@pytest.mark.parametrize("heads", [(8, 2), (10, 2), (3, 3), (14, 2)], ids=str)
+@pytest.mark.parametrize("op", ["paged", "ragged"])
+def test_tiles_of_192_rows(op: str, heads: tuple[int, int], changed: dict[str, Any]) -> None:
+    """Three consumers: groups that divide 192 and groups that do not, last tiles that leave one or two of them without rows."""
+    page_size = 16 if op == "paged" else 1
+    case = Case((1500, 700, 300, 40), (1200, 600, 190, 3), op, heads, (64, 64), page_size, dtype="bfloat16", causal=True, **changed)
+    geometry_rows = [tokens * heads[0] // heads[1] for tokens in case.qo_lens or ()]
+    assert fa3_tile_q(FA3_CTA_TILE_Q, lambda tile_q: sum(-(-rows // tile_q) for rows in geometry_rows)) == 192
+    run_case(case, "fa3")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", ["paged", "ragged"])
+def test_parts_of_192_rows(op: str) -> None:
+    """Few tiles of many keys, which CTAs share: three consumers write parts, and merge them together."""
+    page_size = 16 if op == "paged" else 1
+    run_case(Case((4096, 3000), (190, 40), op, (4, 1), (64, 64), page_size, dtype="float16", causal=True), "fa3")
+
+
+def ragged(lengths: tuple[int, ...], heads: tuple[int, int], seed: int = 0) -> tuple[Any, Any, list[Any]]:
+    """A planned wrapper, its offsets, and random q, k and v on the GPU, with as many queries as keys."""
+    import cupy
+
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    wrapper = cupyinfer.BatchPrefillWithRaggedKVCacheWrapper(backend="fa3")
+    size = wrapper.workspace_size(offsets, offsets, *heads, 128)
+    wrapper.reset_workspace_buffer(cupy.empty(size.float_bytes, cupy.uint8), cupy.empty(size.int_bytes, cupy.uint8))
+    wrapper.plan(offsets, offsets, *heads, 128)
+    random = cupy.random.default_rng(seed)
+    arrays = [random.standard_normal((sum(lengths), n, 128), dtype=np.float32).astype(np.float16) for n in (heads[0], heads[1], heads[1])]
+    return wrapper, offsets, arrays
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [(8, 2), (6, 2)], ids=str)
+def test_a_request_keeps_its_queries_to_itself(heads: tuple[int, int]) -> None:
+    """Boxes reach into the next request's queries: whatever lies there, NaN and infinity too, changes no bit of this request."""
+    wrapper, offsets, (q, k, v) = ragged((45, 20, 70), heads)
+    clean = wrapper.run(q, k, v)
+    q[int(offsets[1]) : int(offsets[2])] = np.float16("nan")
+    q[int(offsets[2]) :] = np.float16("inf")
+    dirty = wrapper.run(q, k, v)
+    first = int(offsets[1])
+    assert bool((clean[:first].view(np.uint16) == dirty[:first].view(np.uint16)).all())
+    assert not bool(np.isnan(clean.get().astype(np.float32)).any())
+
+
+@pytest.mark.gpu
+def test_strided_and_repeated_rows() -> None:
+    """Queries and outputs as slices of larger arrays, and one token's queries broadcast to all, which no copy engine describes."""
+    import cupy
+
+    wrapper, _, (q, k, v) = ragged((130, 70), (8, 2))
+    want = wrapper.run(q, k, v)
+    wide = cupy.full((200, 12, 136), np.float16(5))
+    wide[:, 2:10, 8:] = q
+    out = cupy.full((200, 16, 136), np.float16(7))
+    wrapper.run(wide[:, 2:10, 8:], k, v, out=out[:, 4:12, :128])
+    assert bool((out[:, 4:12, :128] == want).all())
+    assert bool((out[:, :4] == 7).all() and (out[:, 12:] == 7).all() and (out[:, 4:12, 128:] == 7).all())
+    same = cupy.broadcast_to(q[:1], q.shape)
+    assert bool((wrapper.run(same, k, v) == wrapper.run(cupy.ascontiguousarray(same), k, v)).all())

@@ -33,9 +33,9 @@ def test_the_catalogue() -> None:
 def test_the_hopper_catalogue() -> None:
     names = [str(variant) for variant in fa3_variants()]
     assert sorted(names) == sorted(
-        f"fa3_q128_{dtype}_d{width}_{kind}"
+        f"fa3_{tile_and_width}_{kind}".replace("_d", f"_{dtype}_d")
         for dtype in ("float16", "bfloat16")
-        for width in ("64", "128", "192x128", "256")
+        for tile_and_width in ("q128_d64", "q192_d64", "q128_d128", "q128x160_d128", "q128_d192x128", "q128_d256")
         for kind in ("paged", "ragged")
     )
 

@@ -15,7 +15,7 @@ from cupyinfer.jit.cache import default_cache
 from cupyinfer.jit.source import kernel_source
 from cupyinfer.jit.variant import POS_ENCODINGS, AttentionVariant, KernelVariant
 from cupyinfer.schedule.profile import ARCHS, profile_for_arch
-from cupyinfer.schedule.tiles import CTA_TILE_Q, FA3_ARCH, FA3_TILES, HEAD_DIMS, max_tile_q
+from cupyinfer.schedule.tiles import CTA_TILE_Q, FA3_ARCH, FA3_KV_TILES, HEAD_DIMS, max_tile_q
 
 # The machine number of a CUDA program in an ELF header.
 _EM_CUDA = 190
@@ -51,10 +51,10 @@ def feature_variants() -> tuple[AttentionVariant, ...]:
 def fa3_feature_variants() -> tuple[AttentionVariant, ...]:
     """Hopper kernels beyond the standard ones: every width, paged and ragged, capped, with ALiBi in turn."""
     found = []
-    for at, ((qk, vo), (tile, _)) in enumerate(FA3_TILES.items()):
+    for at, (qk, vo) in enumerate(FA3_KV_TILES):
         for paged in (True, False):
             alibi = "ALIBI" if (at + paged) % 2 else "NONE"
-            found.append(AttentionVariant("float16", "float16", qk, vo, tile, paged, soft_cap=True, pos_encoding=alibi, backend="fa3"))
+            found.append(AttentionVariant("float16", "float16", qk, vo, 128, paged, soft_cap=True, pos_encoding=alibi, backend="fa3"))
     return tuple(found)
 
 

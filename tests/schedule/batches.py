@@ -14,6 +14,7 @@ from cupyinfer.schedule.capacity import BatchLimits
 from cupyinfer.schedule.geometry import BatchGeometry, decode_geometry, paged_prefill_geometry, ragged_prefill_geometry
 from cupyinfer.schedule.planner import PlanDraft, PlanShape, draft_plan
 from cupyinfer.schedule.profile import PROFILES, DeviceProfile
+from cupyinfer.schedule.tiles import FA3_KV_TILES, fa3_kv_tiles
 from cupyinfer.schedule.tiling import KeySpan
 
 KINDS = ("decode", "paged", "ragged")
@@ -44,6 +45,8 @@ class Case:
     fixed_split_size: int | None = None
     disable_split_kv: bool = False
     profile: DeviceProfile = field(default=PROFILES["h200"])
+    backend: str = "fa2"
+    transforms_logits: bool = False
 
     @property
     def shape(self) -> PlanShape:
@@ -58,6 +61,8 @@ class Case:
             span=KeySpan(self.causal, self.window_left),
             fixed_split_size=self.fixed_split_size,
             disable_split_kv=self.disable_split_kv,
+            backend=self.backend,
+            transforms_logits=self.transforms_logits,
         )
 
     @property
@@ -98,18 +103,25 @@ def cases(draw: st.DrawFn, kinds: tuple[str, ...] = KINDS, max_batch: int = 6, m
     kv_lens = [draw(kv_len)] * batch if repeated else [draw(kv_len) for _ in range(batch)]
     qo_lens = [draw(qo_len)] * batch if repeated else [draw(qo_len) for _ in range(batch)]
     split = draw(st.sampled_from(["automatic", "automatic", "fixed", "disabled"]))
+    head_dims = draw(st.sampled_from(HEAD_DIMS))
+    page_size = draw(st.sampled_from([1, 3, 16, 64, 80]))
+    transforms_logits = draw(st.booleans())
+    fits = head_dims in FA3_KV_TILES and fa3_kv_tiles(*head_dims, 1 if kind == "ragged" else page_size, transforms_logits)
+    backends = ["fa2", "fa3"] if kind != "decode" and fits else ["fa2"]
     return Case(
         kind=kind,
         qo_lens=qo_lens,
         kv_lens=kv_lens,
-        page_size=draw(st.sampled_from([1, 3, 16, 64])),
+        page_size=page_size,
         num_kv_heads=draw(st.integers(1, 3)),
         group_size=draw(st.sampled_from(GROUP_SIZES)),
-        head_dims=draw(st.sampled_from(HEAD_DIMS)),
+        head_dims=head_dims,
         kv_itemsize=draw(st.sampled_from([1, 2])),
         causal=draw(st.booleans()),
         window_left=draw(st.sampled_from([-1, -1, 0, 5, 64, 300, 100000])),
         fixed_split_size=draw(st.integers(1, 40)) if split == "fixed" else None,
         disable_split_kv=split == "disabled",
         profile=draw(st.sampled_from([*SMALL_GPUS, *PROFILES.values()])),
+        backend=draw(st.sampled_from(backends)),
+        transforms_logits=transforms_logits,
     )
