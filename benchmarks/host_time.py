@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m benchmarks.host_time``: host microseconds of sizing, planning and running, by number of requests.
+"""``python -m benchmarks.host_time``: host microseconds of sizing, planning and running, beside their targets and FlashInfer's.
 
-Sizing for a named GPU, and its schedule alone, stage by stage, are NumPy and the same everywhere. `plan` and `run` are timed on
+Sizing for a named GPU, and the stages of a plan up to its records, are NumPy and the same everywhere. `plan` and `run` are timed on
 the GPU where there is one, and otherwise `plan` on the host backend.
 """
 
@@ -11,7 +11,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,15 +21,20 @@ import numpy as np
 import cupyinfer
 from benchmarks.cases import Case
 from benchmarks.results import commit, versions
-from cupyinfer.dtypes import itemsize
-from cupyinfer.schedule.geometry import decode_geometry
+from cupyinfer.attention.decode import decode_request
+from cupyinfer.attention.plan import AttentionRequest
+from cupyinfer.attention.prefill import paged_prefill_request
+from cupyinfer.schedule.planner import PlanDraft
 from cupyinfer.schedule.profile import named_profile
-from cupyinfer.schedule.schedule import SplitPolicy, make_schedule
-from cupyinfer.schedule.tiles import tile_config
-from cupyinfer.schedule.tiling import KeySpan, choose_tile_q, make_tiles
+from cupyinfer.workspace import AlignedAllocator
 
-REQUESTS = (1, 64, 256, 1024)
+#: The batches: lengths, and requests.
+BATCHES = (("equal", 256), ("mixed", 256), ("mixed", 1024))
+#: Most microseconds of a plan by requests, and of a run.
+PLAN_TARGETS = {256: 60.0, 1024: 150.0}
+RUN_TARGET = 15.0
 _QO_HEADS, _KV_HEADS, _HEAD_DIM, _PAGE_SIZE = 32, 8, 128, 16
+_CHUNK = 64
 
 
 @dataclass(frozen=True)
@@ -37,85 +42,118 @@ class HostRow:
     """Host microseconds of one call.
 
     Attributes:
-        call: what was timed.
-        batch: "equal" (2048 keys each) or "mixed" (128 to 2048 keys).
+        kind: "decode" or "prefill".
+        batch: "equal" (2048 keys each) or "mixed" (128 to 2048 keys); prefill of 64 or of 1 to 128 new tokens.
         requests: requests in the batch.
-        us: median; `us_min` and `us_max` bound the repeats.
+        call: what was timed; stages of a plan include the ones before them.
+        us: median; `us_min` and `us_max` bound the rounds.
+        target: most that the median may be, or None.
     """
 
-    call: str
+    kind: str
     batch: str
     requests: int
+    call: str
     us: float
     us_min: float
     us_max: float
+    target: float | None = None
 
 
-def make_case(batch: str, requests: int) -> Case:
-    """A decode batch of that many requests."""
-    kv_lens = [2048] * requests if batch == "equal" else np.random.default_rng(requests).integers(128, 2049, size=requests).tolist()
-    return Case(f"host, {batch} {requests}", "decode", _QO_HEADS, _KV_HEADS, _HEAD_DIM, (1,) * requests, tuple(kv_lens), _PAGE_SIZE)
+def make_case(kind: str, batch: str, requests: int) -> Case:
+    """A batch of that many requests; prefill is chunked, so it has keys before its queries."""
+    rng = np.random.default_rng(requests)
+    kv_lens = [2048] * requests if batch == "equal" else rng.integers(128, 2049, size=requests).tolist()
+    qo_lens = [1] * requests
+    if kind == "prefill":
+        qo_lens = [_CHUNK] * requests if batch == "equal" else rng.integers(1, 2 * _CHUNK + 1, size=requests).tolist()
+    name = f"host, {kind} {batch} {requests}"
+    return Case(name, kind, _QO_HEADS, _KV_HEADS, _HEAD_DIM, tuple(qo_lens), tuple(kv_lens), _PAGE_SIZE, kind == "prefill")
 
 
-def _time(call: Callable[[], object], repeats: int, settle: Callable[[], object]) -> tuple[float, float, float]:
-    for _ in range(3):
-        call()
-    microseconds = []
-    for _ in range(repeats):
-        settle()
-        start = time.perf_counter_ns()
-        call()
-        microseconds.append((time.perf_counter_ns() - start) / 1e3)
+def measure_calls(
+    calls: dict[str, Callable[[], object]], rounds: int, settle: Callable[[], object]
+) -> dict[str, tuple[float, float, float]]:
+    """Median, least and most microseconds of every call, in rounds of all of them, each on an idle stream."""
+    microseconds: dict[str, list[float]] = {name: [] for name in calls}
+    for at in range(rounds + 3):
+        for name, call in calls.items():
+            settle()
+            start = time.perf_counter_ns()
+            call()
+            elapsed = (time.perf_counter_ns() - start) / 1e3
+            if at >= 3:
+                microseconds[name].append(elapsed)
     settle()
-    return float(np.median(microseconds)), min(microseconds), max(microseconds)
+    return {name: (float(np.median(times)), min(times), max(times)) for name, times in microseconds.items()}
 
 
-def _host_arrays(case: Case) -> tuple[Any, Any, Any]:
-    """page_indptr, page_indices, last_page_len."""
+def plan_arguments(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of `plan` for a paged cache, all on the host."""
     pages = np.array(case.pages_per_request)
-    indptr = np.concatenate(([0], np.cumsum(pages))).astype(np.int32)
+    indptr = _offsets(pages)
     last = (np.array(case.kv_lens) - (pages - 1) * case.page_size).astype(np.int32)
-    return indptr, np.random.default_rng(0).permutation(int(indptr[-1])).astype(np.int32), last
+    table = indptr, np.random.default_rng(0).permutation(int(indptr[-1])).astype(np.int32), last
+    heads = case.num_qo_heads, case.num_kv_heads, case.head_dim, case.page_size
+    if case.kind == "decode":
+        return (*table, *heads), {"q_data_type": "bfloat16"}
+    return (_offsets(np.array(case.qo_lens)), *table, *heads), {"q_data_type": "bfloat16", "causal": case.causal}
 
 
-def schedule_calls(case: Case, profile_name: str) -> dict[str, Callable[[], object]]:
-    """The stages of planning for a named GPU; each includes the ones before it."""
-    profile = named_profile(profile_name)
-    indptr, _, last = _host_arrays(case)
-    group = case.num_qo_heads // case.num_kv_heads
-    tile_q = choose_tile_q(decode_geometry(indptr, last, case.page_size), group, case.head_dim, False)
-    config = tile_config(tile_q, case.head_dim, case.head_dim, itemsize(case.kv_dtype), profile.smem_per_sm, profile.smem_per_cta)
+def _offsets(lengths: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    return np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
 
-    def geometry() -> Any:
-        return decode_geometry(indptr, last, case.page_size)
 
-    def tiles() -> Any:
-        return make_tiles(geometry(), group, tile_q, config.kv_tile, KeySpan())
+def _wrapper(kind: str, **options: Any) -> Any:
+    names = {"decode": cupyinfer.BatchDecodeWithPagedKVCacheWrapper, "prefill": cupyinfer.BatchPrefillWithPagedKVCacheWrapper}
+    return names[kind](kv_layout="NHD", **options)
 
-    def schedule() -> Any:
-        return make_schedule(tiles(), config, profile.num_sms, case.num_kv_heads, SplitPolicy())
 
-    return {f"{name}, {profile.name}": call for name, call in (("geometry", geometry), ("tiles", tiles), ("schedule", schedule))}
+def stage_calls(case: Case, profile_name: str) -> dict[str, Callable[[], object]]:
+    """The stages of planning that need no GPU; each includes the ones before it."""
+    profile, (args, options) = named_profile(profile_name), plan_arguments(case)
+    make_request = decode_request if case.kind == "decode" else paged_prefill_request
+
+    def request() -> AttentionRequest:
+        return make_request(*args, **options)
+
+    def draft() -> PlanDraft:
+        return request().draft(profile)
+
+    records = np.empty(draft().size.int_bytes, np.uint8)
+
+    def written() -> None:
+        plan = draft()
+        plan.write_records(plan.place(AlignedAllocator(), AlignedAllocator()), records)
+
+    return {"stage: arguments": request, "stage: schedule": draft, "stage: records": written}
 
 
 def wrapper_calls(case: Case, profile_name: str, gpu: bool) -> dict[str, Callable[[], object]]:
-    """workspace_size for the named GPU, plan, and on a GPU run, of the decode wrapper in workspaces of the exact size."""
-    args = (*_host_arrays(case), case.num_qo_heads, case.num_kv_heads, case.head_dim, case.page_size)
-    sizer = cupyinfer.BatchDecodeWithPagedKVCacheWrapper(kv_layout="NHD", profile=profile_name)
-    calls: dict[str, Callable[[], object]] = {
-        f"workspace_size, {profile_name}": lambda: sizer.workspace_size(*args, q_data_type="bfloat16")
-    }
+    """workspace_size for the named GPU, plan, and on a GPU run, in workspaces of the exact size."""
+    args, options = plan_arguments(case)
+    sizer = _wrapper(case.kind, profile=profile_name)
+    calls: dict[str, Callable[[], object]] = {"workspace_size": lambda: sizer.workspace_size(*args, **options)}
     if gpu:
         from benchmarks.data import CaseData
-        from benchmarks.ours import Decode
+        from benchmarks.ours import Decode, Prefill
+        from benchmarks.peers import FlashInferDecode, FlashInferPrefill
 
-        prepared = Decode().prepare(CaseData(case))
-        assert prepared.plan is not None
-        return {**calls, "plan": prepared.plan, "run": prepared.launch}
-    wrapper = cupyinfer.BatchDecodeWithPagedKVCacheWrapper(kv_layout="NHD", backend="host")
-    size = wrapper.workspace_size(*args, q_data_type="bfloat16")
+        data = CaseData(case)
+        ours, peer = (
+            (Decode(), FlashInferDecode("FlashInfer", True))
+            if case.kind == "decode"
+            else (Prefill("cupyinfer", True), FlashInferPrefill("FlashInfer", "fa2", True))
+        )
+        for adapter, of in ((ours, ""), *(((peer, "FlashInfer "),) if peer.missing is None else ())):
+            prepared = adapter.prepare(data)
+            assert prepared.plan is not None
+            calls |= {of + "plan": prepared.plan, of + "run": prepared.launch}
+        return calls
+    wrapper = _wrapper(case.kind, backend="host")
+    size = wrapper.workspace_size(*args, **options)
     wrapper.reset_workspace_buffer(_aligned(size.float_bytes), _aligned(size.int_bytes))
-    return {**calls, "plan, host backend": lambda: wrapper.plan(*args, q_data_type="bfloat16")}
+    return {**calls, "plan": lambda: wrapper.plan(*args, **options)}
 
 
 def _aligned(count: int) -> Any:
@@ -135,7 +173,7 @@ def has_gpu() -> bool:
         return False
 
 
-def measure(profile: str, repeats: int, requests: Sequence[int] = REQUESTS) -> list[HostRow]:
+def measure(profile: str, rounds: int, kinds: Sequence[str], batches: Iterable[tuple[str, int]] = BATCHES) -> list[HostRow]:
     """Time every call on every batch."""
     gpu = has_gpu()
 
@@ -143,36 +181,46 @@ def measure(profile: str, repeats: int, requests: Sequence[int] = REQUESTS) -> l
         if gpu:
             import cupy
 
-            cupy.cuda.get_current_stream().synchronize()
+            cupy.cuda.runtime.deviceSynchronize()
 
     rows = []
-    for batch in ("equal", "mixed"):
-        for count in requests:
-            case = make_case(batch, count)
-            for name, call in {**schedule_calls(case, profile), **wrapper_calls(case, profile, gpu)}.items():
-                rows.append(HostRow(name, batch, count, *_time(call, repeats, settle)))
+    for kind in kinds:
+        for batch, requests in batches:
+            case = make_case(kind, batch, requests)
+            calls = {**wrapper_calls(case, profile, gpu), **stage_calls(case, profile)}
+            times = measure_calls(calls, rounds, settle)
+            targets = {"plan": PLAN_TARGETS.get(requests), "run": RUN_TARGET, "workspace_size": times["plan"][0]}
+            rows += [HostRow(kind, batch, requests, call, *times[call], targets.get(call)) for call in calls]
     return rows
 
 
 def table(rows: Sequence[HostRow]) -> str:
-    """Markdown: a line per call and batch, a column per number of requests, medians in microseconds."""
-    counts = sorted({row.requests for row in rows})
-    lines = ["| call | batch | " + " | ".join(f"{count} requests" for count in counts) + " |", "| --- | --- |" + " ---: |" * len(counts)]
-    for call, batch in dict.fromkeys((row.call, row.batch) for row in rows):
-        us = {row.requests: row.us for row in rows if (row.call, row.batch) == (call, batch)}
-        lines.append(f"| {call} | {batch} | " + " | ".join(f"{us[count]:.1f}" if count in us else "" for count in counts) + " |")
+    """Markdown: a line per call, a column per batch, medians in microseconds with the target behind a bar where there is one."""
+    columns = list(dict.fromkeys((row.kind, row.batch, row.requests) for row in rows))
+    lines = ["| us, median | " + " | ".join(f"{kind}, {requests} {batch}" for kind, batch, requests in columns) + " |"]
+    lines.append("| --- |" + " ---: |" * len(columns))
+    for call in dict.fromkeys(row.call for row in rows):
+        found = {(row.kind, row.batch, row.requests): row for row in rows if row.call == call}
+        cells = [_cell(found.get(column)) for column in columns]
+        lines.append(f"| {call} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def _cell(row: HostRow | None) -> str:
+    if row is None:
+        return ""
+    return f"{row.us:.1f}" if row.target is None else f"{row.us:.1f} (at most {row.target:.0f})"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.host_time", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--profile", default="h200", help="GPU the schedule alone is timed for (default: h200)")
-    parser.add_argument("--repeats", type=int, default=200, help="timed calls (default: 200)")
-    parser.add_argument("--requests", type=int, nargs="+", default=list(REQUESTS), help="batch sizes (default: 1 64 256 1024)")
+    parser.add_argument("--profile", default="h200", help="GPU that is sized and scheduled for (default: h200)")
+    parser.add_argument("--rounds", type=int, default=300, help="timed rounds of all calls (default: 300)")
+    parser.add_argument("--kinds", nargs="+", choices=("decode", "prefill"), default=["decode", "prefill"], help="default: both")
     parser.add_argument("--out", type=Path, help="JSON to write")
     args = parser.parse_args(argv)
-    rows = measure(args.profile, args.repeats, args.requests)
+    rows = measure(args.profile, args.rounds, args.kinds)
     if args.out:
         environment = {"versions": versions(), "commit": commit(), "gpu": has_gpu()}
         args.out.write_text(

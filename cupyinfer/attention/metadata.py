@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -36,11 +36,10 @@ def to_host(values: Any, argument: str) -> Any:
 
 def host_indices(values: Any, argument: str) -> Ints:
     """A one-dimensional array of integers as host int64, from the host or from a GPU (one synchronising copy)."""
-    return host_integers(to_host(values, argument), argument)
+    return host_integers(values if type(values) is np.ndarray else to_host(values, argument), argument)
 
 
-@dataclass(frozen=True, eq=False)
-class PageTable:
+class PageTable(NamedTuple):
     """A batch's page table: on the host, to be uploaded with the plan, or a device array.
 
     Attributes:
@@ -63,6 +62,10 @@ class PageTable:
         return self.on_host is not None or self.copied
 
 
+#: Of plans without one: ragged keys, or sizing alone.
+NO_PAGES = PageTable()
+
+
 def page_table(indices: Any, num_entries: int, argument: str, copied: bool = False) -> PageTable:
     """Take in a page table of at least `num_entries` entries.
 
@@ -73,7 +76,7 @@ def page_table(indices: Any, num_entries: int, argument: str, copied: bool = Fal
         ArgumentError: too few entries, a negative page id, or one that 32 bits cannot hold.
         ArgumentTypeError: not integers.
     """
-    if is_on_gpu(indices):
+    if type(indices) is not np.ndarray and is_on_gpu(indices):
         view = as_view(indices, argument)
         if view.dtype == "int32" and len(view.shape) == 1 and (view.strides[0] == 1 or view.shape[0] <= 1):
             _check_entries(view.shape[0], num_entries, argument)
@@ -85,7 +88,8 @@ def page_table(indices: Any, num_entries: int, argument: str, copied: bool = Fal
     _check_entries(len(entries), num_entries, argument)
     used = entries[:num_entries]
     # One pass finds both ends: seen as unsigned, a negative id is larger than any that is allowed.
-    high = int(np.maximum.reduce(used.view(_UNSIGNED[used.itemsize]))) if num_entries else -1
+    unsigned = used.view(_UNSIGNED[used.itemsize])
+    high = unsigned.item(unsigned.argmax()) if num_entries else -1
     if high > _INT32_MAX:
         low = int(used.min())
         raise ArgumentError(f"{argument}: holds page id {low if low < 0 else high}, page ids are 0 to {_INT32_MAX}")
@@ -132,6 +136,11 @@ class PlanValues:
         """First byte of every host array in the block."""
         ends = accumulate((_padded(array.nbytes) for array in self.blocks.values()), initial=0)
         return dict(zip(self.blocks, ends, strict=False))
+
+    def addresses(self, begin: int) -> dict[str, int]:
+        """Device address of every array, host ones in a block that begins at `begin`."""
+        in_block = {name: begin + offset for name, offset in self.offsets().items()}
+        return {**in_block, **{name: view.ptr for name, view in self.device.items()}}
 
     def write(self, block: npt.NDArray[np.uint8]) -> None:
         """Fill the block."""
@@ -189,6 +198,10 @@ class PlanValues:
                 f"packed_custom_mask: got shape {shape}, expected contiguous ({num_bytes},): "
                 "the sum over requests of ceil(qo_len * kv_len / 8)"
             )
+
+
+#: Of plans without masks and per-head values.
+NO_VALUES = PlanValues()
 
 
 def _padded(num_bytes: int) -> int:

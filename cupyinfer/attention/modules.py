@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from inspect import signature
 from typing import Any
 
@@ -54,7 +54,7 @@ class AttentionModule:
         if profile is None:
             on_gpu = self.backend in ("fa2", "fa3") or (self.backend == "auto" and has_gpu())
             profile = read_profile(current_device()) if on_gpu else HOST_PROFILE
-        return replace(self._request(*args, **options), backend=self.backend).draft(named_profile(profile)).size
+        return self._request(*args, **options).draft(named_profile(profile)).size
 
     @checked_call
     def plan(
@@ -70,7 +70,7 @@ class AttentionModule:
             BackendUnavailable: this machine cannot run the backend.
             CompileError: NVRTC is missing or refused the kernel.
         """
-        request = replace(self._request(*args, **options), backend=self.backend)
+        request = self._request(*args, **options)
         chosen = None if profile is None else named_profile(profile)
         return plan_attention(request, Workspaces(float_workspace, int_workspace, self.backend), chosen)
 
@@ -120,12 +120,14 @@ class AttentionModule:
             raise ArgumentError(f"{clash[0]}: is fixed by this module as {self.fixed[clash[0]]!r}")
         given = {**self.fixed, **options}
         try:
-            return self.request(*args, **given, kv_layout=self.kv_layout)
+            request = self.request(*args, **given, kv_layout=self.kv_layout)
         except TypeError as error:
             wrong = None if isinstance(error, CupyInferError) else misfit(signature(self.request), type(self).__name__, args, given)
             if wrong is None:
                 raise
             raise wrong from None
+        request.backend = self.backend
+        return request
 
 
 def _fixed(head_dim_qk: int, head_dim_vo: int | None, q_dtype: Any, kv_dtype: Any, options: dict[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
+from cupyinfer.backends.arrays import RunScales
 from cupyinfer.dtypes import FP8_QUERY_TYPE, FP8_TYPES, HALF_TYPES, canonical_dtype, itemsize
 from cupyinfer.errors import ArgumentError, ArgumentTypeError
 from cupyinfer.jit.user_variant import UserVariant
@@ -52,6 +53,13 @@ def check_kv_layout(kv_layout: Any) -> str:
     if kv_layout not in KV_LAYOUTS:
         raise ArgumentError(f"kv_layout: got {kv_layout!r}, expected 'NHD' or 'HND'")
     return str(kv_layout)
+
+
+def check_flag(value: Any, argument: str) -> bool:
+    """Return `value` as a bool; raise ArgumentTypeError unless it is one: "no" would be true."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise ArgumentTypeError(f"{argument}: got {value!r}, expected True or False")
+    return bool(value)
 
 
 def check_float(value: Any, argument: str) -> float:
@@ -160,6 +168,11 @@ class AttentionOptions:
     def fa3_shape(self) -> PlanShape:
         """The same for fa3."""
         return replace(self.shape, backend="fa3", transforms_logits=self.logits_soft_cap > 0 or self.pos_encoding_mode == "ALIBI")
+
+    @cached_property
+    def plain_scales(self) -> RunScales:
+        """Factors of runs that do not bring any; always the same object."""
+        return RunScales(self.sm_scale, 1.0, 1.0)
 
     @cached_property
     def by_kernel(self) -> dict[tuple[str, int, int, bool, int], Any]:

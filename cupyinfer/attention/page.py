@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 
 from cupyinfer.attention.operands import check_dimensions, check_rows, check_shape, common_device, index_device, index_view
+from cupyinfer.attention.options import check_kv_layout
+from cupyinfer.attention.run_arrays import cache_views
 from cupyinfer.backends import append
 from cupyinfer.backends.helper_kernel import on_device
 from cupyinfer.dtypes import FP8_TYPES, HALF_TYPES
@@ -23,14 +25,10 @@ from cupyinfer.interop import (
     require_writable,
     use_device,
 )
-from cupyinfer.schedule.geometry import Ints, paged_kv_lengths
+from cupyinfer.schedule.geometry import Ints, check_int, host_integers, paged_kv_lengths
 
 # Integers stand for the bits of a type the array library does not have. Grouped by bytes per element.
 _ELEMENT_TYPES = {1: (*FP8_TYPES, "uint8", "int8"), 2: (*HALF_TYPES, "uint16", "int16")}
-_CACHE_AXES = {
-    "NHD": "[num_pages, page_size, num_kv_heads, head_dim]",
-    "HND": "[num_pages, num_kv_heads, page_size, head_dim]",
-}
 
 
 def append_paged_kv_cache(
@@ -75,7 +73,7 @@ def append_paged_kv_cache(
         ArgumentError: a wrong shape, stride, device, layout or read-only cache; or an index out of range that the host can see.
         StateError: host index arrays while the stream is being captured.
     """
-    caches = paged_cache_views(paged_kv_cache, kv_layout)
+    caches = _writable_caches(paged_kv_cache, kv_layout)
     rows = (as_view(append_key, "append_key"), as_view(append_value, "append_value"))
     itemsize = _check_elements(rows, caches)
     names = ("paged_kv_cache", "the V part of paged_kv_cache", "append_key", "append_value")
@@ -93,8 +91,10 @@ def append_paged_kv_cache(
     last_page_len = index_view(kv_last_page_len, "kv_last_page_len", batch_size, "one per request of kv_indptr")
     index_device(device, {**indices, "kv_last_page_len": last_page_len})
     if all(view.device.kind == "cpu" for view in (*indices.values(), last_page_len)):
-        host = {name: _host_ints(view) for name, view in indices.items()}
-        _check_indices(**host, last_page_len=_host_ints(last_page_len), num_pages=caches[0].shape[0], page_size=caches[0].shape[1])
+        host = {name: _host_ints(view, name) for name, view in indices.items()}
+        _check_indices(
+            **host, last_page_len=_host_ints(last_page_len, "kv_last_page_len"), num_pages=caches[0].shape[0], page_size=caches[0].shape[1]
+        )
         if device.kind == "cpu":
             append.append_host(rows, caches, list(host.values()))
             return
@@ -129,8 +129,7 @@ def get_batch_indices_positions(
         ArgumentError: lengths that do not fit, arrays of different devices, or, with arrays on the host, offsets that decrease,
             more tokens than `nnz`, or a request shorter than its append.
     """
-    if nnz < 0:
-        raise ArgumentError(f"nnz: got {nnz}, expected at least 0")
+    nnz = check_int(nnz, "nnz", 0)
     indptr = index_view(append_indptr, "append_indptr")
     if indptr.shape[0] == 0:
         raise ArgumentError("append_indptr: is empty, a batch of n requests has n + 1 offsets")
@@ -142,7 +141,7 @@ def get_batch_indices_positions(
     ]
     if device.kind == "cpu":
         results = [empty_output((nnz,), "int32", device) if view is None else numpy_array(view) for view in given]
-        offsets, kv_len = _host_ints(indptr), _host_ints(lengths)
+        offsets, kv_len = _host_ints(indptr, "append_indptr"), _host_ints(lengths, "seq_lens")
         _check_append_lengths(offsets, kv_len, nnz)
         for result, values in zip(results, append.batch_indices_positions_host(offsets, kv_len, nnz), strict=True):
             result[:] = values
@@ -174,8 +173,7 @@ def get_seq_lens(kv_indptr: Any, kv_last_page_len: Any, page_size: int) -> Any:
         ArgumentTypeError: an array has the wrong element type, or is none.
         ArgumentError: lengths that do not fit, arrays of different devices, or, with arrays on the host, an entry out of range.
     """
-    if page_size < 1:
-        raise ArgumentError(f"page_size: got {page_size}, a page holds at least 1 key")
+    page_size = check_int(page_size, "page_size", 1)
     indptr = index_view(kv_indptr, "kv_indptr")
     if indptr.shape[0] == 0:
         raise ArgumentError("kv_indptr: is empty, a batch of n requests has n + 1 offsets")
@@ -184,7 +182,8 @@ def get_seq_lens(kv_indptr: Any, kv_last_page_len: Any, page_size: int) -> Any:
     device, like = _device_and_type({"kv_indptr": (indptr, kv_indptr), "kv_last_page_len": (last, kv_last_page_len)})
     if device.kind == "cpu":
         result = empty_output((batch_size,), "int32", device)
-        result[:] = paged_kv_lengths(_host_ints(indptr), _host_ints(last), page_size, ("kv_indptr", "kv_last_page_len"))
+        names = "kv_indptr", "kv_last_page_len"
+        result[:] = paged_kv_lengths(_host_ints(indptr, names[0]), _host_ints(last, names[1]), page_size, names).each
     else:
         with use_device(device.index):
             result = empty_output((batch_size,), "int32", device)
@@ -194,44 +193,17 @@ def get_seq_lens(kv_indptr: Any, kv_last_page_len: Any, page_size: int) -> Any:
     return hand_back(result, like)
 
 
-def paged_cache_views(paged_kv_cache: Any, kv_layout: str) -> tuple[ArrayView, ArrayView]:
-    """K and V of a writable paged cache as [num_pages, page_size, num_kv_heads, head_dim], whatever layout and strides they have.
-
-    Raises:
-        ArgumentError: an unknown layout, a wrong number of dimensions, or a read-only array.
-    """
-    if kv_layout not in _CACHE_AXES:
-        raise ArgumentError(f"kv_layout: got {kv_layout!r}, expected 'NHD' or 'HND'")
-    axes = _CACHE_AXES[kv_layout]
-    if isinstance(paged_kv_cache, tuple | list):
-        if len(paged_kv_cache) != 2:
-            raise ArgumentError(f"paged_kv_cache: got {len(paged_kv_cache)} arrays, expected (k_cache, v_cache)")
-        views = [as_view(cache, f"paged_kv_cache[{idx}]") for idx, cache in enumerate(paged_kv_cache)]
-        for idx, view in enumerate(views):
-            check_dimensions(view, f"paged_kv_cache[{idx}]", axes)
-    else:
-        both = as_view(paged_kv_cache, "paged_kv_cache")
-        if len(both.shape) != 5 or both.shape[1] != 2:
-            raise ArgumentError(f"paged_kv_cache: got shape {both.shape}, expected [num_pages, 2, ...] or a tuple of {axes}")
-        views = [_select_second_axis(both, idx) for idx in range(2)]
+def _writable_caches(paged_kv_cache: Any, kv_layout: str) -> tuple[ArrayView, ArrayView]:
+    """K and V of a writable paged cache as [num_pages, page_size, num_kv_heads, head_dim], whatever layout and strides they have."""
+    order = (0, 1, 2, 3) if check_kv_layout(kv_layout) == "NHD" else (0, 2, 1, 3)
+    views = cache_views(paged_kv_cache, kv_layout)
     for view in views:
         require_writable(view, "paged_kv_cache")
-    order = (0, 1, 2, 3) if kv_layout == "NHD" else (0, 2, 1, 3)
-    k_cache, v_cache = (_transpose(view, order) for view in views)
-    return k_cache, v_cache
+    k, v = (_reordered(view, order) for view in views)
+    return k, v
 
 
-def _select_second_axis(view: ArrayView, idx: int) -> ArrayView:
-    if view.device.kind == "cpu":
-        return as_view(numpy_array(view)[:, idx], "paged_kv_cache")
-    itemsize = 1 if view.dtype in _ELEMENT_TYPES[1] else 2
-    (pages, _, *shape), (page_stride, step, *strides) = view.shape, view.strides
-    return view._replace(ptr=view.ptr + idx * step * itemsize, shape=(pages, *shape), strides=(page_stride, *strides))
-
-
-def _transpose(view: ArrayView, order: tuple[int, ...]) -> ArrayView:
-    if view.device.kind == "cpu":
-        return as_view(numpy_array(view).transpose(order), "paged_kv_cache")
+def _reordered(view: ArrayView, order: tuple[int, ...]) -> ArrayView:
     return view._replace(shape=tuple(view.shape[axis] for axis in order), strides=tuple(view.strides[axis] for axis in order))
 
 
@@ -263,7 +235,7 @@ def _check_indices(
     batch_indices: Ints, positions: Ints, kv_indices: Ints, kv_indptr: Ints, last_page_len: Ints, num_pages: int, page_size: int
 ) -> None:
     """Raise ArgumentError unless every token that is not padding has its slot in the cache."""
-    kv_len = paged_kv_lengths(kv_indptr, last_page_len, page_size, ("kv_indptr", "kv_last_page_len"))
+    kv_len = paged_kv_lengths(kv_indptr, last_page_len, page_size, ("kv_indptr", "kv_last_page_len")).each
     used = kv_indices[: kv_indptr[-1]]
     if len(used) < kv_indptr[-1]:
         raise ArgumentError(f"kv_indices: has {len(used)} entries, kv_indptr ends at {kv_indptr[-1]}")
@@ -295,8 +267,8 @@ def _check_append_lengths(append_indptr: Ints, seq_lens: Ints, nnz: int) -> None
         raise ArgumentError(f"seq_lens: request {at} has {seq_lens[at]} tokens, of which {lengths[at]} are appended")
 
 
-def _host_ints(view: ArrayView) -> Ints:
-    return numpy_array(view).astype(np.int64)
+def _host_ints(view: ArrayView, argument: str) -> Ints:
+    return host_integers(numpy_array(view), argument)
 
 
 def _device_and_type(inputs: dict[str, tuple[ArrayView, Any]]) -> tuple[Device, Any]:

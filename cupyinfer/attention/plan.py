@@ -3,21 +3,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from cupyinfer.attention.backend_choice import choose_backend
-from cupyinfer.attention.metadata import PageTable, PlanValues
-from cupyinfer.attention.options import FLOAT32_MAX, AttentionOptions, check_float32, check_positive
-from cupyinfer.attention.run_arrays import ArrayChecker
+from cupyinfer.attention.metadata import NO_PAGES, NO_VALUES, PageTable, PlanValues
+from cupyinfer.attention.options import FLOAT32_MAX, AttentionOptions, check_flag, check_float32, check_positive
+from cupyinfer.attention.run_arrays import ArrayChecker, PlanMemories
 from cupyinfer.attention.user_arguments import UserValues
 from cupyinfer.attention.workspaces import Workspaces
 from cupyinfer.backends.arrays import OWN_PRODUCERS, RunScales, per_head_scale
 from cupyinfer.backends.device import read_profile
-from cupyinfer.backends.fa2 import Fa2Kernel, Fa2Launcher
+from cupyinfer.backends.fa2 import Fa2Kernel, Fa2Launcher, PlanAddresses
 from cupyinfer.backends.fa3 import Fa3Kernel, Fa3Launcher
 from cupyinfer.backends.host_launcher import HostLauncher
 from cupyinfer.backends.params import division_multiplier
@@ -31,9 +31,9 @@ from cupyinfer.schedule.profile import HOST_PROFILE, DeviceProfile
 from cupyinfer.schedule.tiles import FA3_ARCH
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class AttentionRequest:
-    """A batch and everything a plan needs to know of it.
+    """A batch and everything a plan needs to know of it, made for one plan and completed by who plans.
 
     Attributes:
         options: heads, widths, element types and the rules of the logits.
@@ -48,8 +48,8 @@ class AttentionRequest:
 
     options: AttentionOptions
     geometry: BatchGeometry
-    pages: PageTable = field(default_factory=PageTable)
-    values: PlanValues = field(default_factory=PlanValues)
+    pages: PageTable = NO_PAGES
+    values: PlanValues = NO_VALUES
     kv_layout: str = "NHD"
     graph_limits: BatchLimits | None = None
     graph_pages: int | None = None
@@ -94,15 +94,22 @@ class Plan:
         device: where it runs.
     """
 
-    def __init__(self, request: AttentionRequest, info: PlanInfo, device: Device, launcher: Fa2Launcher | HostLauncher) -> None:
+    def __init__(
+        self,
+        request: AttentionRequest,
+        info: PlanInfo,
+        device: Device,
+        launcher: Fa2Launcher | HostLauncher,
+        memory: PlanMemories,
+    ) -> None:
         self.info = info
         self.options = request.options
         self.device = device
         self._launcher = launcher
         self._pages = request.pages
         self._values = request.values
-        self._plain_scales = RunScales(request.options.sm_scale, 1.0, 1.0, None)
-        self._checker = ArrayChecker(request.options, info, request.kv_layout, device, request.pages.max_page)
+        self._plain_scales = request.options.plain_scales
+        self._checker = ArrayChecker(request.options, info, request.kv_layout, device, request.pages.max_page, memory)
 
     def run(
         self,
@@ -121,6 +128,8 @@ class Plan:
         """Attention of the planned batch. Arguments and errors as for the wrappers' `run`; `user` holds a variant's parameters."""
         if (user is None) != (self.options.user_variant is None):
             raise StateError("plan: one of a module with a user variant runs through that module, any other one without a variant")
+        if return_lse is not True and return_lse is not False:
+            return_lse = check_flag(return_lse, "return_lse")
         scales = self._plain_scales
         if not (q_scale is None and k_scale is None and v_scale is None):
             scales = self._scales(q_scale, k_scale, v_scale)
@@ -222,7 +231,7 @@ def plan_attention(request: AttentionRequest, workspaces: Workspaces, profile: D
 
 
 def _check_on_device(request: AttentionRequest, device: Device) -> None:
-    if not request.values.device and request.pages.on_device is None:
+    if request.pages.on_device is None and not request.values.device:
         return
     given = dict(request.values.device)
     if request.pages.on_device is not None:
@@ -271,7 +280,7 @@ def _plan_on_host(request: AttentionRequest, draft: PlanDraft, info: PlanInfo, w
     }
     heads_first = request.kv_layout == "HND"
     launcher = HostLauncher(info, floats, ints, fixed, options.q_dtype, options.kv_dtype, heads_first, options.head_dim_vo)
-    return Plan(request, info, CPU_DEVICE, launcher)
+    return Plan(request, info, CPU_DEVICE, launcher, workspaces.memory(info))
 
 
 def _planned_kernel(
@@ -296,12 +305,9 @@ def _planned_kernel(
             "rope_rcp_scale": 1 / options.rope_scale,
             "rope_log2_theta": np.log2(options.rope_theta),
         }
-        if backend == "fa3":
-            variant = options.variant(info.cta_tile_q, custom_mask, backend, info.kv_tile)
-            kernel = Fa3Kernel(variant, profile, device_id, fields)
-        else:
-            kernel = Fa2Kernel(options.variant(info.cta_tile_q, custom_mask), profile, device_id, fields)
-        options.by_kernel[key] = kernel
+        make = Fa3Kernel if backend == "fa3" else Fa2Kernel
+        variant = options.variant(info.cta_tile_q, custom_mask, backend, info.kv_tile if backend == "fa3" else None)
+        kernel = options.by_kernel[key] = make(variant, profile, device_id, fields, options.plain_scales)
     return kernel
 
 
@@ -310,30 +316,20 @@ def _plan_on_gpu(request: AttentionRequest, draft: PlanDraft, info: PlanInfo, wo
     backend = draft.shape.backend
     kernel = _planned_kernel(request.options, backend, info, values.mask_begin is not None, profile, device.index)
     floats, ints = workspaces.float_address, workspaces.int_address
-    fields: dict[str, int] = {
-        "tiles": ints + info.tiles_offset,
-        "cta_work": ints + info.cta_work_offset,
-        "merge_groups": ints + info.merge_groups_offset,
-        "partial_o": floats + info.partial_o_offset,
-        "partial_lse": floats + info.partial_lse_offset,
-        "page_indices": ints + info.page_indices_offset if info.page_indices_offset >= 0 else 0,
-        "max_tiles": draft.counts.num_tiles,
-    }
-    pages = request.pages.on_device
-    if pages is not None and not request.pages.copied:
-        fields["page_indices"] = pages.ptr
-    if values.blocks:
-        fields.update((name, ints + info.values_offset + offset) for name, offset in values.offsets().items())
-    for name, view in values.device.items():
-        fields[name] = view.ptr
-    held = workspaces, request.pages, values
-    launcher: Fa2Launcher
-    if isinstance(kernel, Fa3Kernel):
-        launcher = Fa3Launcher(kernel, fields, info.num_ctas, held)
-    else:
-        launcher = Fa2Launcher(kernel, fields, info.num_ctas, held)
+    pages, copied = request.pages.on_device, request.pages.copied
+    addresses = PlanAddresses(
+        ints + info.tiles_offset,
+        ints + info.cta_work_offset,
+        ints + info.merge_groups_offset,
+        pages.ptr if pages is not None and not copied else ints + info.page_indices_offset if info.page_indices_offset >= 0 else 0,
+        floats + info.partial_o_offset,
+        floats + info.partial_lse_offset,
+    )
+    per_head = {} if values is NO_VALUES else values.addresses(ints + info.values_offset)
+    make = Fa3Launcher if isinstance(kernel, Fa3Kernel) else Fa2Launcher
+    launcher = make(kernel, addresses, draft.counts.num_tiles, per_head, info.num_ctas, (workspaces, request.pages, values))  # type: ignore[arg-type]
     if info.int_bytes:
         launcher.upload(lambda block: _fill(request, draft, info, block), info.int_bytes, ints)
-    if pages is not None and request.pages.copied:
-        launcher.copy(pages.ptr, 4 * request.pages.num_entries, fields["page_indices"])
-    return Plan(request, info, device, launcher)
+    if pages is not None and copied:
+        launcher.copy(pages.ptr, 4 * request.pages.num_entries, addresses.page_indices)
+    return Plan(request, info, device, launcher, workspaces.memory(info))

@@ -137,7 +137,8 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchAttentionWrapper):
             head_dim_qk: width of queries and keys: 64, 96, 128, 192 (with head_dim_vo 128) or 256.
             page_size: keys per page, at least 1.
             head_dim_vo: width of values and outputs, by default head_dim_qk.
-            custom_mask: bool [sum of qo_len * kv_len], the requests' masks flattened one after the other; True sees.
+            custom_mask: bool [sum of qo_len * kv_len], the requests' masks flattened one after the other; True sees. Values must be
+                finite also where it hides them: they are multiplied with weight 0.
             packed_custom_mask: the same as bits (little-endian), each request beginning on a byte.
             causal: a query sees no key after its own position, counted from the end of the keys. Ignored with a custom mask.
             window_left: keys a query sees to the left of its own position, -1 for all. Without `causal` it sees every later key.

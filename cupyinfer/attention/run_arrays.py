@@ -3,16 +3,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 from cupyinfer.attention.options import AttentionOptions
 from cupyinfer.backends.arrays import OWN_PRODUCERS, ROW_ALIGNMENT, KvStrides, RunArrays, check_row_alignment, row_strides
 from cupyinfer.dtypes import FP8_TYPES, itemsize
 from cupyinfer.errors import ArgumentError, ArgumentTypeError, StateError
-from cupyinfer.interop import ArrayView, Device, as_view, empty_output, require_writable
+from cupyinfer.interop import ArrayView, Device, as_view, element_type, empty_output, memory_is_shared, require_writable
 from cupyinfer.schedule.plan_info import PlanInfo
 
 _CacheViews = tuple[ArrayView, ArrayView]
+#: What errors call K and V: they begin with the argument of `run`.
+_PAGED_NAMES = "paged_kv_cache (K)", "paged_kv_cache (V)"
+_RAGGED_NAMES = "k", "v"
 
 
 def cache_views(cache: Any, kv_layout: str) -> _CacheViews:
@@ -25,7 +29,7 @@ def cache_views(cache: Any, kv_layout: str) -> _CacheViews:
     if isinstance(cache, (tuple, list)) and not isinstance(cache, ArrayView):
         if len(cache) != 2:
             raise ArgumentTypeError(f"paged_kv_cache: got {len(cache)} arrays, expected a pair (k_cache, v_cache) or one 5-D array")
-        views = k, v = as_view(cache[0], "k_cache"), as_view(cache[1], "v_cache")
+        views = k, v = as_view(cache[0], _PAGED_NAMES[0]), as_view(cache[1], _PAGED_NAMES[1])
         if len(k.shape) == 4 == len(v.shape):
             return views
     else:
@@ -34,14 +38,39 @@ def cache_views(cache: Any, kv_layout: str) -> _CacheViews:
             raise ArgumentError(f"paged_kv_cache: one array has shape {both.shape}, expected [num_pages, 2, ...] in {kv_layout} order")
         k = both._replace(shape=(both.shape[0], *both.shape[2:]), strides=(both.strides[0], *both.strides[2:]))
         views = k, k._replace(ptr=k.ptr + both.strides[1] * _itemsize(both.dtype))
-    for view, name in zip(views, ("k_cache", "v_cache"), strict=True):
+    for view, name in zip(views, _PAGED_NAMES, strict=True):
         if len(view.shape) != 4:
             raise ArgumentError(f"{name}: got shape {view.shape}, expected four dimensions in {kv_layout} order")
     return views
 
 
+@cache
 def _itemsize(dtype: str) -> int:
-    return 1 if dtype in FP8_TYPES or dtype == "uint8" else 2
+    return int(element_type(dtype).itemsize)
+
+
+def _num_bytes(view: ArrayView) -> int:
+    """Bytes from the first element of an array without negative strides to past its last, gaps included."""
+    if 0 in view.shape:
+        return 0
+    return (1 + sum((size - 1) * stride for size, stride in zip(view.shape, view.strides, strict=True))) * _itemsize(view.dtype)
+
+
+class PlanMemory(NamedTuple):
+    """The part of a workspace that a plan uses.
+
+    Attributes:
+        begin, end: addresses, equal when it uses none.
+        name: for messages.
+    """
+
+    begin: int
+    end: int
+    name: str
+
+
+#: Those of the float and of the int workspace.
+PlanMemories = tuple[PlanMemory, PlanMemory]
 
 
 class ArrayChecker:
@@ -53,16 +82,23 @@ class ArrayChecker:
         kv_layout: "NHD" or "HND".
         device: where the plan runs.
         max_page: largest page id where the host knows it, else -1.
+        memory: the workspaces, which a run must not write over as outputs.
     """
 
-    def __init__(self, options: AttentionOptions, info: PlanInfo, kv_layout: str, device: Device, max_page: int) -> None:
+    def __init__(
+        self, options: AttentionOptions, info: PlanInfo, kv_layout: str, device: Device, max_page: int, memory: PlanMemories
+    ) -> None:
         self._options = options
         self._info = info
         self._kv_layout = kv_layout
         self._device = device
         self._max_page = max_page
-        # What was checked last, and all its strides; one value, since runs may come from several threads.
-        self._last: tuple[tuple[Any, ...] | None, tuple[int, ...]] = None, ()
+        self._memory = memory
+        (self._float_begin, self._float_end, _), (self._int_begin, self._int_end, _) = memory
+        self._kv_names = _PAGED_NAMES if options.paged else _RAGGED_NAMES
+        # What was checked last, all its strides and how many bytes q, k, v and out reach over; one value, since runs may come from
+        # several threads.
+        self._last: tuple[tuple[Any, ...] | None, tuple[int, ...], tuple[int, ...]] = None, (), ()
 
     def check(self, q: Any, k: ArrayView, v: ArrayView, out: Any, lse: Any, return_lse: bool) -> tuple[RunArrays, Any, Any]:
         """Return the arrays of a run, the output and the LSE array; the latter two are made if None was given.
@@ -74,9 +110,10 @@ class ArrayChecker:
         query = as_view(q, "q")
         output = None if out is None else as_view(out, "out")
         seen = (query[1:5], k[1:5], v[1:5], None if output is None else output[1:5])
-        last_seen, strides = self._last
+        last_seen, strides, reach = self._last
         new = seen != last_seen
         kv_strides = self._check_inputs(query, k, v) if new else ()
+        given = output is not None
         if output is None:
             out = empty_output((*query.shape[:2], self._options.head_dim_vo), self._options.o_dtype, self._device)
             output = as_view(out, "out")
@@ -86,17 +123,24 @@ class ArrayChecker:
             require_writable(output, "out")
         if new:
             strides = (*query.strides[:2], *kv_strides, *output.strides[:2])
-            self._last = seen, strides
-        if (query.ptr | k.ptr | v.ptr | output.ptr) % ROW_ALIGNMENT:
-            for view, name in ((query, "q"), (k, "k"), (v, "v"), (output, "out")):
+            reach = _num_bytes(query), _num_bytes(k), _num_bytes(v), _num_bytes(output)
+            self._last = seen, strides, reach
+        q_at, k_at, v_at, o_at = query.ptr, k.ptr, v.ptr, output.ptr
+        if (q_at | k_at | v_at | o_at) % ROW_ALIGNMENT:
+            for view, name in ((query, "q"), (k, self._kv_names[0]), (v, self._kv_names[1]), (output, "out")):
                 check_row_alignment(view, name)
         scores = None
         if lse is not None:
             scores = as_view(lse, "lse")
             self._check_lse(scores, query)
+            begin, end = scores.ptr, scores.ptr + 4 * scores.shape[0] * scores.shape[1]
+            if self._is_near(begin, end, q_at, k_at, v_at, reach) or (begin < o_at + reach[3] and o_at < end):
+                self._check_apart(scores, "lse", (query, k, v, output))
         elif return_lse:
             lse = empty_output(query.shape[:2], "float32", self._device)
             scores = as_view(lse, "lse")
+        if given and self._is_near(o_at, o_at + reach[3], q_at, k_at, v_at, reach):
+            self._check_apart(output, "out", (query, k, v))
         own = OWN_PRODUCERS
         foreign = (
             query.producer not in own
@@ -110,10 +154,31 @@ class ArrayChecker:
     def _check_inputs(self, q: ArrayView, k: ArrayView, v: ArrayView) -> tuple[int, ...]:
         """Check what a run reads; returns the steps through k, then those through v."""
         self._check_query(q)
-        strides = *self._check_cache(k, "k", self._options.head_dim_qk), *self._check_cache(v, "v", self._options.head_dim_vo)
+        k_name, v_name = self._kv_names
+        strides = *self._check_cache(k, k_name, self._options.head_dim_qk), *self._check_cache(v, v_name, self._options.head_dim_vo)
         if k.shape[:-1] != v.shape[:-1]:
-            raise ArgumentError(f"v: got shape {v.shape}, k has {k.shape}; they may differ in the last dimension only")
+            raise ArgumentError(f"{v_name}: got shape {v.shape}, {k_name} has {k.shape}; they may differ in the last dimension only")
         return strides
+
+    def _is_near(self, begin: int, end: int, q_at: int, k_at: int, v_at: int, reach: tuple[int, ...]) -> bool:
+        """Whether addresses alone do not tell that a range is apart from what the run reads and from its plan. This is in every run."""
+        return (
+            (begin < q_at + reach[0] and q_at < end)
+            or (begin < k_at + reach[1] and k_at < end)
+            or (begin < v_at + reach[2] and v_at < end)
+            or (begin < self._float_end and self._float_begin < end)
+            or (begin < self._int_end and self._int_begin < end)
+        )
+
+    def _check_apart(self, written: ArrayView, name: str, others: tuple[ArrayView, ...]) -> None:
+        """Refuse to write over what the run reads, or over its plan."""
+        begin, end = written.ptr, written.ptr + _num_bytes(written)
+        for other, other_name in zip(others, ("q", *self._kv_names, "out"), strict=False):
+            if begin < other.ptr + _num_bytes(other) and other.ptr < end and memory_is_shared(written, other):
+                raise ArgumentError(f"{name}: shares memory with {other_name}; a run would write over what it reads or writes")
+        for place in self._memory:
+            if begin < place.end and place.begin < end:
+                raise ArgumentError(f"{name}: shares memory with {place.name}; a run would write over its plan or partial results")
 
     def _check_device(self, view: ArrayView, name: str) -> None:
         if view.device != self._device:

@@ -7,7 +7,7 @@ from typing import Any
 
 from cupyinfer.attention.call_errors import checked_call, options_of
 from cupyinfer.attention.decode import decode_request
-from cupyinfer.attention.options import check_kv_layout
+from cupyinfer.attention.options import check_flag, check_kv_layout
 from cupyinfer.attention.plan import AttentionRequest, plan_attention
 from cupyinfer.attention.prefill import ragged_prefill_request
 from cupyinfer.attention.workspaces import Workspaces
@@ -149,8 +149,9 @@ def _ragged(k: Any, v: Any) -> tuple[ArrayView, ArrayView]:
 
 
 def _run_once(
-    request: AttentionRequest, q: Any, query: ArrayView, k: ArrayView, v: ArrayView, return_lse: bool, scales: dict[str, Any]
+    request: AttentionRequest, q: Any, query: ArrayView, k: ArrayView, v: ArrayView, return_lse: Any, scales: dict[str, Any]
 ) -> Any:
+    return_lse = check_flag(return_lse, "return_lse")
     device = query.device
     if device.kind == "cpu":
         return _planned_and_run(request, q, query, k, v, return_lse, scales, HOST_PROFILE, device)

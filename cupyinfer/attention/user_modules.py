@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from cupyinfer.attention.call_errors import checked_call
@@ -71,7 +71,8 @@ class UserAttentionModule(AttentionModule):
     def _request(self, *args: Any, **options: Any) -> AttentionRequest:
         request = super()._request(*args, **options)
         assert self.user_variant is not None
-        return replace(request, options=with_user_variant(request.options, self.user_variant))
+        request.options = with_user_variant(request.options, self.user_variant)
+        return request
 
 
 def _with_variant(module: AttentionModule, variant: UserVariant) -> UserAttentionModule:

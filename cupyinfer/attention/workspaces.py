@@ -5,9 +5,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from cupyinfer.attention.run_arrays import PlanMemories, PlanMemory
 from cupyinfer.backends.device import current_device, has_gpu
 from cupyinfer.errors import ArgumentError, WorkspaceError
 from cupyinfer.interop import CPU_DEVICE, Device, as_view, cuda_device, cupy_array, numpy_array, require_writable
+from cupyinfer.schedule.plan_info import PlanInfo
 from cupyinfer.schedule.planner import PlanDraft
 from cupyinfer.workspace import AlignedAllocator, WorkspaceSize, check_alignment
 from cupyinfer.workspace.allocator import buffer_address
@@ -26,6 +28,11 @@ def check_backend(backend: Any) -> str:
 class Workspaces:
     """Two buffers of one device, seen as bytes.
 
+    Attributes:
+        float_bytes, int_bytes: the buffers as uint8, or None.
+        float_address, int_address: of their first bytes, 0 without one.
+        device: where both lie, or would have to.
+
     Args:
         float_buffer: any contiguous writable array, or None when no bytes are needed.
         int_buffer: the same.
@@ -39,6 +46,8 @@ class Workspaces:
     def __init__(self, float_buffer: Any, int_buffer: Any, backend: str = "auto") -> None:
         self.float_bytes, float_device = _bytes_of(float_buffer, _FLOAT_NAME)
         self.int_bytes, int_device = _bytes_of(int_buffer, _INT_NAME)
+        self.float_address, self.int_address = _address(self.float_bytes), _address(self.int_bytes)
+        self._allocators = AlignedAllocator(self.float_bytes, _FLOAT_NAME), AlignedAllocator(self.int_bytes, _INT_NAME)
         if float_device is not None and int_device is not None and float_device != int_device:
             raise ArgumentError(f"int_workspace_buffer: lies on {int_device}, float_workspace_buffer on {float_device}")
         if int_device is not None and float_device is not None and _overlap(self.float_bytes, self.int_bytes):
@@ -48,16 +57,6 @@ class Workspaces:
         if self.device.kind != kind:
             raise WorkspaceError(f"workspace buffers: lie on {self.device}, backend {backend!r} needs them on {kind}")
 
-    @property
-    def float_address(self) -> int:
-        """Device address of the float workspace, 0 without one."""
-        return 0 if self.float_bytes is None else buffer_address(self.float_bytes)
-
-    @property
-    def int_address(self) -> int:
-        """Device address of the int workspace, 0 without one."""
-        return 0 if self.int_bytes is None else buffer_address(self.int_bytes)
-
     def allocators(self, draft: PlanDraft) -> tuple[AlignedAllocator, AlignedAllocator]:
         """Allocators that place into the buffers.
 
@@ -66,12 +65,23 @@ class Workspaces:
         """
         if self.float_bytes is None or self.int_bytes is None:
             self._check_given(draft.size)
-        return AlignedAllocator(self.float_bytes, _FLOAT_NAME), AlignedAllocator(self.int_bytes, _INT_NAME)
+        floats, ints = self._allocators
+        return floats.emptied(), ints.emptied()
+
+    def memory(self, info: PlanInfo) -> PlanMemories:
+        """The parts of the buffers that a plan uses."""
+        floats, ints = self.float_address, self.int_address
+        return PlanMemory(floats, floats + info.float_bytes, _FLOAT_NAME), PlanMemory(ints, ints + info.int_bytes, _INT_NAME)
 
     def _check_given(self, size: WorkspaceSize) -> None:
         for name, buffer, needed in ((_FLOAT_NAME, self.float_bytes, size.float_bytes), (_INT_NAME, self.int_bytes, size.int_bytes)):
             if needed and buffer is None:
                 raise WorkspaceError(f"{name}: was not given, this plan needs {needed} bytes (workspace_size tells beforehand)")
+
+
+def _address(buffer: Any) -> int:
+    """Address of the first byte, 0 without a buffer."""
+    return 0 if buffer is None else buffer_address(buffer)
 
 
 def _overlap(first: Any, second: Any) -> bool:

@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
-from cupyinfer.attention.metadata import PlanValues, alibi_slopes
-from cupyinfer.attention.options import AttentionOptions, check_kv_layout
+from cupyinfer.attention.metadata import NO_VALUES, PlanValues, alibi_slopes
+from cupyinfer.attention.options import AttentionOptions, check_flag, check_kv_layout
 from cupyinfer.attention.plan import AttentionRequest, Plan, plan_attention
 from cupyinfer.attention.workspaces import Workspaces, check_backend
 from cupyinfer.backends.device import current_device, read_profile
@@ -25,6 +24,8 @@ def plan_values(options: AttentionOptions, geometry: BatchGeometry, masks: tuple
     Raises:
         ArgumentError: slopes without ALIBI, or an array that does not fit.
     """
+    if masks[0] is None and masks[1] is None and slopes is None and sinks is None and options.pos_encoding_mode != "ALIBI":
+        return NO_VALUES
     values = PlanValues()
     if slopes is not None and options.pos_encoding_mode != "ALIBI":
         raise ArgumentError(f"alibi_slopes: given with pos_encoding_mode {options.pos_encoding_mode!r}, they need 'ALIBI'")
@@ -72,7 +73,7 @@ class BatchAttentionWrapper:
         self._kv_layout = check_kv_layout(kv_layout)
         self._backend = check_backend(backend)
         self._profile = None if profile is None else named_profile(profile)
-        self._use_cuda_graph = bool(use_cuda_graph)
+        self._use_cuda_graph = check_flag(use_cuda_graph, "use_cuda_graph")
         capacity = {
             "max_batch_size": max_batch_size,
             "max_num_qo_tokens": max_num_qo_tokens,
@@ -115,29 +116,31 @@ class BatchAttentionWrapper:
         return read_profile(self._workspaces.device.index if self._workspaces.int_bytes is not None else current_device())
 
     def _size(self, request: AttentionRequest) -> WorkspaceSize:
-        return self._within_graph(request)[0].draft(self._sizing_profile()).size
+        self._within_graph(request)
+        return request.draft(self._sizing_profile()).size
 
     def _make_plan(self, request: AttentionRequest) -> None:
-        request, graph = self._within_graph(request)
+        graph = self._within_graph(request)
         self._plan = plan_attention(request, self._workspaces, self._profile)
         self._graph = graph
 
-    def _within_graph(self, request: AttentionRequest) -> tuple[AttentionRequest, tuple[BatchLimits, int, AttentionOptions] | None]:
-        """The request with this object's backend and the limits of its CUDA graph, which the first plan fixes."""
-        request = replace(request, backend=self._backend)
+    def _within_graph(self, request: AttentionRequest) -> tuple[BatchLimits, int, AttentionOptions] | None:
+        """Give the request this object's backend and the limits of its CUDA graph, which the first plan fixes; returns the latter."""
+        request.backend = self._backend
         if not self._use_cuda_graph:
-            return request, None
+            return None
         graph = self._graph
         if graph is None:
             geometry = request.geometry
             batch, tokens, pages, kv_len = self._capacity
             batch = geometry.batch_size if batch is None else batch
             tokens = batch if request.options.decode else geometry.num_qo_tokens if tokens is None else tokens
-            kv_len = int(geometry.kv_len.max(initial=0)) if kv_len is None and request.options.fixed_split_size is not None else kv_len
+            kv_len = geometry.longest_kv if kv_len is None and request.options.fixed_split_size is not None else kv_len
             graph = BatchLimits(batch, tokens, kv_len), geometry.num_kv_entries if pages is None else pages, request.options
         elif graph[2] != request.options:
             raise ArgumentError(f"plan: a CUDA graph keeps the options of its first plan, {graph[2]}; got {request.options}")
-        return replace(request, graph_limits=graph[0], graph_pages=graph[1]), graph
+        request.graph_limits, request.graph_pages = graph[0], graph[1]
+        return graph
 
     def _planned(self) -> Plan:
         if self._plan is None:

@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import struct
 import threading
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from cupyinfer.backends.arrays import RunArrays, RunScales
 from cupyinfer.backends.params import ATTENTION_PARAMS
@@ -20,13 +23,26 @@ from cupyinfer.schedule.profile import DeviceProfile
 # What changes from run to run: five pointers at the start of the record, and the strides together.
 _ARRAYS = struct.Struct("<5Q")
 _STRIDES = struct.Struct("<10q")
+#: What changes from plan to plan: where the plan's records, page table and partial results lie.
+_PLANNED = struct.Struct("<6Q")
 _CODES = {"u8": "Q", "i8": "q", "i4": "i", "f4": "f"}
 #: How to write one field of the record, and where.
 _FIELDS = {
     name: (struct.Struct("<" + _CODES[f"{dtype.kind}{dtype.itemsize}"]).pack_into, offset)
     for name, (dtype, offset, *_) in (ATTENTION_PARAMS.fields or {}).items()
 }
-_STRIDES_OFFSET = _FIELDS["q_stride_token"][1]
+_STRIDES_OFFSET, _PLANNED_OFFSET = _FIELDS["q_stride_token"][1], _FIELDS["tiles"][1]
+
+
+class PlanAddresses(NamedTuple):
+    """Device addresses that a plan fixes, in the order of the kernel's parameters."""
+
+    tiles: int
+    cta_work: int
+    merge_groups: int
+    page_indices: int
+    partial_o: int
+    partial_lse: int
 
 
 class Fa2Kernel:
@@ -37,26 +53,32 @@ class Fa2Kernel:
         profile: the device's profile.
         device_id: CUDA device ordinal.
         fields: values of AttentionParams fields by name.
+        scales: factors of runs that do not bring any.
     """
 
     #: Layout of the kernel's parameters: ATTENTION_PARAMS, or what begins with one as its field `base`.
     PARAMS = ATTENTION_PARAMS
 
-    def __init__(self, variant: AttentionVariant, profile: DeviceProfile, device_id: int, fields: dict[str, Any]) -> None:
-        from cupy.cuda.function import CPointer
-
+    def __init__(
+        self, variant: AttentionVariant, profile: DeviceProfile, device_id: int, fields: dict[str, Any], scales: RunScales
+    ) -> None:
         self.device_id = device_id
         self.config = variant.tile_config(profile.smem_per_sm, profile.smem_per_cta)
         self.kernel = load_kernel(variant, profile, device_id)
+        self.staging = staging_pool(device_id)
+        self.scales = scales
         record = np.zeros(1, self.PARAMS)
         base = record if self.PARAMS is ATTENTION_PARAMS else record["base"]
-        for name, value in fields.items():
+        for name, value in {**fields, "sm_scale": scales.sm_scale, "v_scale_tensor": 1.0}.items():
             base[name] = value
-        # As bytes: NumPy copies records field by field, a hundred times slower.
-        self.record = record.view(np.uint8).reshape(-1)
-        if variant.user is not None:
-            self.record = np.append(self.record, np.zeros(struct.calcsize(variant.user.struct_format), np.uint8))
-        self.pointer = CPointer
+        user_bytes = 0 if variant.user is None else struct.calcsize(variant.user.struct_format)
+        self._record = record.tobytes() + bytes(user_bytes)
+        self._record_type = ctypes.c_char * len(self._record)
+
+    def new_record(self) -> tuple[memoryview, int]:
+        """A copy of the parameters to complete: its bytes, which keep it alive, and its address."""
+        record = self._record_type.from_buffer_copy(self._record)
+        return memoryview(record).cast("B"), ctypes.addressof(record)
 
 
 class Fa2Launcher:
@@ -64,39 +86,38 @@ class Fa2Launcher:
 
     Args:
         kernel: what to launch.
-        fields: integers and addresses of AttentionParams fields by name, those that stay the same between runs of one plan.
+        addresses: where the plan lies.
+        max_tiles: tile records there is room for.
+        values: addresses of per-head values and masks, by the name of their AttentionParams field.
         num_ctas: CTAs of the launch.
-        held: kept alive as long as this launcher: what the addresses among `fields` point to.
+        held: kept alive as long as this launcher: what the addresses point to.
     """
 
-    def __init__(self, kernel: Fa2Kernel, fields: dict[str, int], num_ctas: int, held: object) -> None:
+    def __init__(
+        self, kernel: Fa2Kernel, addresses: PlanAddresses, max_tiles: int, values: dict[str, int], num_ctas: int, held: object
+    ) -> None:
         self.device_id = kernel.device_id
-        self.config = kernel.config
-        self.kernel = kernel.kernel
-        record = kernel.record.copy()
-        self._bytes = values = memoryview(record)  # type: ignore[arg-type]
-        self._params = kernel.pointer(record.ctypes.data)
-        for name, value in fields.items():
-            pack_into, offset = _FIELDS[name]
-            pack_into(values, offset, value)
+        self._kernel = kernel
+        self._bytes, record = kernel.new_record()
+        _PLANNED.pack_into(self._bytes, _PLANNED_OFFSET, *addresses)
+        self._set("max_tiles", max_tiles)
+        for name, value in values.items():
+            self._set(name, value)
         self._lock = threading.Lock()
-        self._grid = (num_ctas, 1, 1)
-        self._block = (32 * self.config.num_warps, 1, 1)
+        self._num_ctas = num_ctas
+        self._launch = kernel.kernel.prepared(num_ctas, 32 * kernel.config.num_warps, kernel.config.smem_bytes, record)
         self._held = held
         self._uploaded: Any = None
         self._uploaded_on = 0
         # What the record holds of the last run.
         self._strides: tuple[int, ...] | None = None
-        self._scales: RunScales | None = None
+        self._scales: RunScales | None = kernel.scales
 
-    def upload(self, fill: Any, num_bytes: int, destination: int) -> None:
+    def upload(self, fill: Callable[[npt.NDArray[np.uint8]], None], num_bytes: int, destination: int) -> None:
         """Queue the copy of a plan's records to the int workspace, on CuPy's current stream of the device."""
-        import cupy
-
         with use_device(self.device_id):
-            stream = cupy.cuda.get_current_stream(self.device_id)
-            self._uploaded_on = int(stream.ptr)
-            self._uploaded = staging_pool(self.device_id).upload(fill, num_bytes, destination, self._uploaded_on, stream)
+            self._uploaded_on = current_stream_ptr(self.device_id)
+            self._uploaded = self._kernel.staging.upload(fill, num_bytes, destination, self._uploaded_on)
 
     def copy(self, source: int, num_bytes: int, destination: int) -> None:
         """Queue a copy within device memory behind the upload."""
@@ -116,7 +137,7 @@ class Fa2Launcher:
             scales: its factors.
             user_values: the parameters of a user variant as its `struct_format` lays them out.
         """
-        if not self._grid[0]:
+        if not self._num_ctas:
             return
         stream = current_stream_ptr(self.device_id)
         if stream != self._uploaded_on and self._uploaded is not None and not is_capturing(self.device_id):
@@ -134,7 +155,7 @@ class Fa2Launcher:
             if user_values is not None:
                 self._bytes[ATTENTION_PARAMS.itemsize :] = user_values
             self._set_maps(arrays)
-            self.kernel.launch(self._grid, self._block, self.config.smem_bytes, self._params)
+            self._launch(stream)
 
     def _set_maps(self, arrays: RunArrays) -> None:
         """Write what a kernel needs of the arrays besides addresses and strides; fa2 needs nothing."""

@@ -7,8 +7,8 @@ import struct
 from math import prod
 from typing import Any
 
-from cupyinfer.backends.arrays import RunArrays
-from cupyinfer.backends.fa2 import Fa2Kernel, Fa2Launcher
+from cupyinfer.backends.arrays import RunArrays, RunScales
+from cupyinfer.backends.fa2 import Fa2Kernel, Fa2Launcher, PlanAddresses
 from cupyinfer.backends.params import FA3_PARAMS
 from cupyinfer.backends.tensor_map import MAP_BYTES, CacheShape, RowsShape, cache_map, rows_map
 from cupyinfer.dtypes import itemsize
@@ -29,8 +29,10 @@ class Fa3Kernel(Fa2Kernel):
 
     PARAMS = FA3_PARAMS
 
-    def __init__(self, variant: AttentionVariant, profile: DeviceProfile, device_id: int, fields: dict[str, Any]) -> None:
-        super().__init__(variant, profile, device_id, fields)
+    def __init__(
+        self, variant: AttentionVariant, profile: DeviceProfile, device_id: int, fields: dict[str, Any], scales: RunScales
+    ) -> None:
+        super().__init__(variant, profile, device_id, fields, scales)
         self.paged, self.dtype, self.o_dtype = variant.paged, variant.kv_dtype, variant.o_dtype
         group_size = int(fields["group_size"])
         #: Heads and tokens of a box of packed rows; None where groups do not fill one.
@@ -45,11 +47,13 @@ class Fa3Kernel(Fa2Kernel):
 class Fa3Launcher(Fa2Launcher):
     """A planned fa3 kernel on one device; arguments and methods as for Fa2Launcher."""
 
-    def __init__(self, kernel: Fa3Kernel, fields: dict[str, int], num_ctas: int, held: object) -> None:
-        super().__init__(kernel, fields, num_ctas, held)
+    def __init__(
+        self, kernel: Fa3Kernel, addresses: PlanAddresses, max_tiles: int, values: dict[str, int], num_ctas: int, held: object
+    ) -> None:
+        super().__init__(kernel, addresses, max_tiles, values, num_ctas, held)
         self._maps = kernel
         # In the workspace, so it is a device address of 16-byte alignment whatever a run's arrays are.
-        self._some_address = fields["cta_work"]
+        self._some_address = addresses.cta_work
         # What the record holds maps of.
         self._mapped: tuple[Any, ...] = ()
         self._mapped_rows: tuple[Any, ...] = ()

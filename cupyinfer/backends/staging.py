@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ _MIN_BYTES = 1 << 14
 class _Block:
     """Pinned bytes, and the event behind the last copy that reads them."""
 
-    __slots__ = ("address", "event", "memory")
+    __slots__ = ("address", "event", "memory", "num_bytes")
 
     def __init__(self, num_bytes: int) -> None:
         import cupy
@@ -23,6 +24,7 @@ class _Block:
 
         self.memory: npt.NDArray[np.uint8] = cupyx.empty_pinned(num_bytes, np.uint8)
         self.address = int(self.memory.ctypes.data)
+        self.num_bytes = num_bytes
         self.event = cupy.cuda.Event(disable_timing=True)
 
 
@@ -30,28 +32,29 @@ class StagingPool:
     """Pinned blocks of one device. Asking never waits: when every block is still being read, there is one more."""
 
     def __init__(self) -> None:
+        from cupy.cuda import runtime
+
+        self._runtime = runtime
+        self._to_device = runtime.memcpyHostToDevice
         self._free: list[_Block] = []
         self._lock = threading.Lock()
 
-    def upload(self, fill: Any, num_bytes: int, destination: int, stream_ptr: int, stream: Any) -> Any:
+    def upload(self, fill: Callable[[npt.NDArray[np.uint8]], None], num_bytes: int, destination: int, stream: int) -> Any:
         """Fill a block and queue its copy to `destination` on a stream; returns an event behind the copy.
 
         Args:
             fill: called with the block as uint8 [num_bytes].
             num_bytes: bytes to copy.
             destination: device address.
-            stream_ptr: handle of the stream.
-            stream: the CuPy stream of that handle.
+            stream: handle of the stream.
         """
-        import cupy
-
-        runtime = cupy.cuda.runtime
+        runtime = self._runtime
         block = self._take(num_bytes)
         try:
             fill(block.memory[:num_bytes])
-            runtime.memcpyAsync(destination, block.address, num_bytes, runtime.memcpyHostToDevice, stream_ptr)
-            block.event.record(stream)
+            runtime.memcpyAsync(destination, block.address, num_bytes, self._to_device, stream)
             event = block.event
+            runtime.eventRecord(event.ptr, stream)
         finally:
             with self._lock:
                 self._free.append(block)
@@ -60,7 +63,7 @@ class StagingPool:
     def _take(self, num_bytes: int) -> _Block:
         with self._lock:
             for at, block in enumerate(self._free):
-                if block.memory.nbytes >= num_bytes and block.event.done:
+                if block.num_bytes >= num_bytes and block.event.done:
                     return self._free.pop(at)
         return _Block(max(_MIN_BYTES, 1 << (num_bytes - 1).bit_length()))
 

@@ -103,7 +103,7 @@ def draft(
     if within_limits:
         tokens = limits.max_batch_size if limits.max_num_qo_tokens is None else limits.max_num_qo_tokens
         longest = limits.max_kv_len if options.fixed_split_size is not None else None
-        request = replace(request, graph_limits=BatchLimits(limits.max_batch_size, tokens, longest), graph_pages=limits.max_num_pages)
+        request.graph_limits, request.graph_pages = BatchLimits(limits.max_batch_size, tokens, longest), limits.max_num_pages
     return request.draft(profile)
 
 

@@ -10,6 +10,9 @@ import numpy as np
 
 from cupyinfer.interop.array_view import ArrayView
 
+#: Candidate solutions that an exact test of two strided arrays may look at: milliseconds.
+_MAX_OVERLAP_WORK = 100_000
+
 
 def element_type(name: str) -> np.dtype[Any]:
     """The NumPy dtype of any canonical name a view may have."""
@@ -56,6 +59,19 @@ class _ComplexMemory(_HostMemory):
     def __init__(self, view: ArrayView, dtype: np.dtype[Any]) -> None:
         super().__init__(view, dtype.itemsize)
         self.__array_interface__["typestr"] = dtype.str
+
+
+def memory_is_shared(first: ArrayView, second: ArrayView) -> bool:
+    """Whether two arrays of one device have a byte in common; rows of one may lie between those of the other.
+
+    Nothing is read: only addresses count. True where it would take too long to find out.
+    """
+    # NumPy decides about any addresses, mapped or not.
+    one, other = (np.asarray(_HostMemory(view, element_type(view.dtype).itemsize)) for view in (first, second))
+    try:
+        return np.shares_memory(one, other, max_work=_MAX_OVERLAP_WORK)  # type: ignore[arg-type]
+    except np.exceptions.TooHardError:
+        return True
 
 
 def cupy_array(view: ArrayView) -> Any:

@@ -3,17 +3,24 @@
 
 from __future__ import annotations
 
+from functools import cache
 from types import TracebackType
 from typing import Any
 
 _LEGACY_STREAMS = (0, 1)
 
 
-def current_stream_ptr(device_index: int) -> int:
-    """Handle of CuPy's current stream of a device; 0 is the legacy default stream."""
+@cache
+def _cuda() -> Any:
+    """CuPy's module of devices, streams and the runtime, imported at the first use."""
     import cupy
 
-    return int(cupy.cuda.get_current_stream(device_index).ptr)
+    return cupy.cuda
+
+
+def current_stream_ptr(device_index: int) -> int:
+    """Handle of CuPy's current stream of a device; 0 is the legacy default stream."""
+    return int(_cuda().get_current_stream(device_index).ptr)
 
 
 class _DeviceScope:
@@ -53,18 +60,14 @@ def use_device(device_index: int) -> _DeviceScope | _NoScope:
 
     Enter the context right away: the device to go back to is read here, so that the usual case costs one query and no more.
     """
-    import cupy
-
-    runtime = cupy.cuda.runtime
+    runtime = _cuda().runtime
     previous = runtime.getDevice()
     return _NO_SCOPE if previous == device_index else _DeviceScope(runtime, device_index, previous)
 
 
 def is_capturing(device_index: int) -> bool:
     """Whether CuPy's current stream of the device is being captured into a graph."""
-    import cupy
-
-    stream = cupy.cuda.get_current_stream(device_index)
+    stream = _cuda().get_current_stream(device_index)
     # The legacy stream cannot be captured, and asking it while another stream is would spoil that capture.
     return stream.ptr not in _LEGACY_STREAMS and bool(stream.is_capturing())
 
@@ -84,6 +87,4 @@ class ExternalStream:
 
 def cupy_stream(handle: int) -> Any:
     """CuPy's view of a stream of another library. Call it while the stream's device is current."""
-    import cupy
-
-    return cupy.cuda.Stream.from_external(ExternalStream(handle))
+    return _cuda().Stream.from_external(ExternalStream(handle))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from typing import Any
 
@@ -14,6 +15,9 @@ from cupyinfer.jit.compiler import CompiledKernel, CompileReport
 from cupyinfer.jit.source import KernelSource, kernel_source
 from cupyinfer.jit.variant import KernelVariant
 from cupyinfer.schedule.profile import DeviceProfile
+
+#: The driver's status for a thread without a current context.
+_INVALID_CONTEXT = 201
 
 
 class LoadedKernel:
@@ -49,11 +53,45 @@ class LoadedKernel:
         """
         self._function(grid, block, (params,), smem_bytes, stream)
 
+    def prepared(self, num_ctas: int, num_threads: int, smem_bytes: int, record: int) -> PreparedLaunch:
+        """The launch of a one-dimensional grid whose parameter record lies at that address of host memory."""
+        return PreparedLaunch((self._function.ptr, num_ctas, 1, 1, num_threads, 1, 1, smem_bytes), record, self.device_id)
+
     def ctas_per_sm(self, threads: int, smem_bytes: int) -> int:
         """CTAs of that many threads and bytes of dynamic shared memory that one SM holds, as the driver computes it."""
         from cupy_backends.cuda.api import driver
 
         return int(driver.occupancyMaxActiveBlocksPerMultiprocessor(self._function.ptr, threads, smem_bytes))
+
+
+class PreparedLaunch:
+    """A launch whose every argument but the stream is known; the record is read anew at each call. The caller keeps it in place.
+
+    It goes straight to the driver, which takes half the time of CuPy's launch: that packs its arguments anew each time.
+    """
+
+    __slots__ = ("_arguments", "_device_id", "_error", "_fixed", "_launch")
+
+    def __init__(self, fixed: tuple[int, ...], record: int, device_id: int) -> None:
+        from cupy_backends.cuda.api import driver
+
+        self._launch, self._error = driver.launchKernel, driver.CUDADriverError
+        self._fixed = fixed
+        self._arguments = (ctypes.c_void_p * 1)(record)
+        self._device_id = device_id
+
+    def __call__(self, stream: int) -> None:
+        """Queue the kernel on the stream of that handle. Its device must be the current one."""
+        try:
+            self._launch(*self._fixed, stream, ctypes.addressof(self._arguments), 0)
+        except self._error as error:
+            if error.status != _INVALID_CONTEXT:
+                raise
+            # The driver knows no current device in a thread that has not used CUDA before, where the runtime takes device 0.
+            from cupy.cuda import runtime
+
+            runtime.setDevice(self._device_id)
+            self._launch(*self._fixed, stream, ctypes.addressof(self._arguments), 0)
 
 
 def params_pointer(record: np.ndarray[Any, Any]) -> Any:

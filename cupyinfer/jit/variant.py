@@ -115,7 +115,8 @@ class AttentionVariant:
         """Tile shape of this kernel on a GPU with that much shared memory."""
         if self.backend == "fa3":
             return fa3_tile_config(self.cta_tile_q, self.head_dim_qk, self.head_dim_vo, self.kv_tile, itemsize(self.kv_dtype))
-        return tile_config(self.cta_tile_q, self.head_dim_qk, self.head_dim_vo, itemsize(self.kv_dtype), smem_per_sm, smem_per_cta)
+        widths = (self.head_dim_qk, self.head_dim_vo, itemsize(self.kv_dtype))
+        return tile_config(self.cta_tile_q, *widths, smem_per_sm, smem_per_cta, self.pos_encoding == "ROPE_LLAMA")
 
 
 @dataclass(frozen=True)

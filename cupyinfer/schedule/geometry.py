@@ -11,12 +11,12 @@ import numpy as np
 import numpy.typing as npt
 
 from cupyinfer.errors import ArgumentError, ArgumentTypeError
-from cupyinfer.schedule.counting import counting
+from cupyinfer.schedule.counting import counting, ends, room_for, scalar
 
 Ints = npt.NDArray[np.int64]
 _INT32_MAX = 2**31 - 1
-_INT64_MAX = 2**63 - 1
-_ZERO = np.array(0)
+#: Integers no further from zero than this: the difference of two times any page size is still within 64 bits.
+_NARROW = 2**31
 #: Keys of the longest request, and packed query rows: kernels count both in 32 bits, and may look one tile further.
 MAX_KV_LEN = MAX_PACKED_ROWS = _INT32_MAX - 2**16
 
@@ -31,6 +31,8 @@ class BatchGeometry(NamedTuple):
         kv_base: first entry in the page table (paged), or first row of ``k`` and ``v`` (ragged).
         num_qo_tokens: query tokens of all requests.
         num_kv_entries: page-table entries, or rows of ``k`` and ``v``, of all requests.
+        shortest_kv: keys of the shortest request, 0 without requests.
+        longest_kv: keys of the longest request, 0 without requests.
         uniform_qo_len: query tokens of every request when all have the same number by construction (decode: 1), else None.
     """
 
@@ -40,6 +42,8 @@ class BatchGeometry(NamedTuple):
     kv_base: Ints
     num_qo_tokens: int
     num_kv_entries: int
+    shortest_kv: int
+    longest_kv: int
     uniform_qo_len: int | None = None
 
     @property
@@ -48,7 +52,22 @@ class BatchGeometry(NamedTuple):
         return len(self.kv_len)
 
 
-@lru_cache(maxsize=16)
+class KvLengths(NamedTuple):
+    """Keys per request, with the ends of their range, which checking finds and planning needs again."""
+
+    each: Ints
+    shortest: int
+    longest: int
+
+    @classmethod
+    def of(cls, each: Ints) -> KvLengths:
+        """Find the ends."""
+        if not each.size:
+            return cls(each, 0, 0)
+        return cls(each, *ends(each))
+
+
+@lru_cache(maxsize=8)
 def _ones(count: int) -> Ints:
     ones = np.ones(count, np.int64)
     ones.flags.writeable = False
@@ -81,11 +100,11 @@ def check_heads(num_qo_heads: int, num_kv_heads: int) -> int:
 
 
 def host_integers(values: Any, argument: str) -> Ints:
-    """A one-dimensional host array of integers as int64.
+    """A one-dimensional host array of integers as int64, none of which is so large that sums and products of two overflow.
 
     Raises:
         ArgumentTypeError: not integers.
-        ArgumentError: not one-dimensional, or an entry that 64 bits with a sign cannot hold.
+        ArgumentError: not one-dimensional, or an entry that no offset or length comes near.
     """
     try:
         array = np.asarray(values)
@@ -93,29 +112,51 @@ def host_integers(values: Any, argument: str) -> Ints:
         raise ArgumentTypeError(f"{argument}: got {type(values).__name__}, expected one dimension of integers ({error})") from error
     if array.ndim != 1:
         raise ArgumentError(f"{argument}: got shape {array.shape}, expected one dimension")
-    if array.dtype.kind not in "iu":
+    kind = array.dtype.kind
+    if kind not in "iu":
         if array.size:
             raise ArgumentTypeError(f"{argument}: got {array.dtype}, expected int32 or int64")
-    elif array.dtype == np.uint64 and array.max(initial=0) > _INT64_MAX:
-        raise ArgumentError(f"{argument}: holds {array.max()}, more than int64 can hold")
+    elif array.dtype.itemsize == 8 and array.size:
+        _check_narrow(array, argument)
     return array.astype(np.int64)
 
 
+def _check_narrow(array: npt.NDArray[Any], argument: str) -> None:
+    """Refuse 64-bit integers whose differences, times a page size, would wrap around and pass for others."""
+    low, high = ends(array)
+    if low < -_NARROW or high > _NARROW:
+        raise ArgumentError(f"{argument}: holds {low if low < -_NARROW else high}, the largest supported offset is {_INT32_MAX}")
+
+
 def _lengths(indptr: Ints, argument: str) -> Ints:
+    lengths = _differences(indptr, argument)
+    if lengths.size and lengths.item(lengths.argmin()) < 0:
+        _check_order(indptr, argument)
+    _check_end(indptr, argument)
+    return lengths
+
+
+def _differences(indptr: Ints, argument: str) -> Ints:
     if indptr.size == 0:
         raise ArgumentError(f"{argument}: is empty, a batch of n requests has n + 1 offsets")
     if indptr.item(0) != 0:
         raise ArgumentError(f"{argument}: begins with {indptr[0]}, offsets begin with 0")
-    lengths = indptr[1:] - indptr[:-1]
-    if lengths.size and np.minimum.reduce(lengths) < 0:
-        at = int(np.argmax(lengths < 0))
+    return indptr[1:] - indptr[:-1]
+
+
+def _check_order(indptr: Ints, argument: str) -> None:
+    decreases = indptr[1:] < indptr[:-1]
+    if decreases.any():
+        at = int(decreases.argmax())
         raise ArgumentError(f"{argument}: decreases from {indptr[at]} to {indptr[at + 1]} at entry {at + 1}")
+
+
+def _check_end(indptr: Ints, argument: str) -> None:
     if indptr.item(-1) > _INT32_MAX:
         raise ArgumentError(f"{argument}: ends at {indptr[-1]}, the largest supported offset is {_INT32_MAX}")
-    return lengths
 
 
-def paged_kv_lengths(indptr: Ints, last_page_len: Ints, page_size: int, names: tuple[str, str]) -> Ints:
+def paged_kv_lengths(indptr: Ints, last_page_len: Ints, page_size: int, names: tuple[str, str]) -> KvLengths:
     """Keys per request of a paged cache: ``(pages - 1) * page_size + last_page_len``, and 0 for a request without pages.
 
     Args:
@@ -129,20 +170,25 @@ def paged_kv_lengths(indptr: Ints, last_page_len: Ints, page_size: int, names: t
     """
     if page_size < 1:
         raise ArgumentError(f"page_size: got {page_size}, a page holds at least 1 key")
-    num_pages = _lengths(indptr, names[0])
-    if len(last_page_len) != len(num_pages):
-        raise ArgumentError(f"{names[1]}: has {len(last_page_len)} entries, {names[0]} describes {len(num_pages)} requests")
-    size = np.array(page_size)
+    kv_len = _differences(indptr, names[0])
+    if len(last_page_len) != len(kv_len):
+        raise ArgumentError(f"{names[1]}: has {len(last_page_len)} entries, {names[0]} describes {len(kv_len)} requests")
+    size = scalar(page_size)
     missing = size - last_page_len
-    # Seen as unsigned, what lies outside of 0 to page_size - 1 is too large on either side.
-    if missing.size and np.maximum.reduce(missing.view(np.uint64)) >= page_size:
-        _check_last_page_len(last_page_len, num_pages, page_size, names[1])
-    kv_len: Ints = num_pages * size
+    kv_len *= size
     kv_len -= missing
-    np.maximum(kv_len, _ZERO, out=kv_len)  # a request without pages
-    if indptr.item(-1) * page_size > MAX_KV_LEN:
-        _check_kv_len(kv_len, names[0])
-    return kv_len
+    lengths = KvLengths.of(kv_len)
+    # Where 0 to page_size - 1 keys are missing, only a request without pages, or with fewer than none, has no key: the usual batch is
+    # checked by the ends of both ranges.
+    least, most = ends(missing) if missing.size else (0, 0)
+    if lengths.shortest < 1 or least < 0 or most >= page_size:
+        _check_order(indptr, names[0])
+        _check_last_page_len(last_page_len, indptr[1:] - indptr[:-1], page_size, names[1])
+        np.maximum(kv_len, scalar(0), out=kv_len)
+        lengths = KvLengths(kv_len, max(0, lengths.shortest), max(0, lengths.longest))
+    _check_end(indptr, names[0])
+    _check_kv_len(lengths, names[0])
+    return lengths
 
 
 def _check_last_page_len(last_page_len: Ints, num_pages: Ints, page_size: int, argument: str) -> None:
@@ -153,16 +199,17 @@ def _check_last_page_len(last_page_len: Ints, num_pages: Ints, page_size: int, a
         raise ArgumentError(f"{argument}: request {at} has {last_page_len[at]}, expected {lowest[at]} to page_size = {page_size}")
 
 
-def _check_kv_len(kv_len: Ints, argument: str) -> None:
-    if kv_len.max(initial=0) > MAX_KV_LEN:
-        raise ArgumentError(f"{argument}: request {kv_len.argmax()} has {kv_len.max()} keys, supported are up to {MAX_KV_LEN}")
+def _check_kv_len(lengths: KvLengths, argument: str) -> None:
+    if lengths.longest > MAX_KV_LEN:
+        at = lengths.each.argmax()
+        raise ArgumentError(f"{argument}: request {at} has {lengths.longest} keys, supported are up to {MAX_KV_LEN}")
 
 
 def decode_geometry(indptr: Ints, last_page_len: Ints, page_size: int) -> BatchGeometry:
     """One query token per request over a paged cache. Arrays as for `paged_kv_lengths`."""
-    kv_len = paged_kv_lengths(indptr, last_page_len, page_size, ("indptr", "last_page_len"))
+    kv_len, shortest, longest = paged_kv_lengths(indptr, last_page_len, page_size, ("indptr", "last_page_len"))
     batch = len(kv_len)
-    return BatchGeometry(_ones(batch), kv_len, counting(batch), indptr[:-1], batch, indptr.item(-1), uniform_qo_len=1)
+    return BatchGeometry(_ones(room_for(batch))[:batch], kv_len, counting(batch), indptr[:-1], batch, indptr.item(-1), shortest, longest, 1)
 
 
 def paged_prefill_geometry(qo_indptr: Ints, paged_kv_indptr: Ints, last_page_len: Ints, page_size: int) -> BatchGeometry:
@@ -172,15 +219,20 @@ def paged_prefill_geometry(qo_indptr: Ints, paged_kv_indptr: Ints, last_page_len
         raise ArgumentError(
             f"paged_kv_indptr: has {len(paged_kv_indptr)} entries, qo_indptr has {len(qo_indptr)}; both need batch_size + 1"
         )
-    kv_len = paged_kv_lengths(paged_kv_indptr, last_page_len, page_size, ("paged_kv_indptr", "paged_kv_last_page_len"))
-    return BatchGeometry(qo_len, kv_len, qo_indptr[:-1], paged_kv_indptr[:-1], int(qo_indptr[-1]), int(paged_kv_indptr[-1]))
+    lengths = paged_kv_lengths(paged_kv_indptr, last_page_len, page_size, ("paged_kv_indptr", "paged_kv_last_page_len"))
+    return _prefill_geometry(qo_indptr, qo_len, paged_kv_indptr, lengths)
 
 
 def ragged_prefill_geometry(qo_indptr: Ints, kv_indptr: Ints) -> BatchGeometry:
     """Any number of query tokens per request over ragged keys. Both offset arrays are [batch_size + 1]."""
     qo_len = _lengths(qo_indptr, "qo_indptr")
-    kv_len = _lengths(kv_indptr, "kv_indptr")
-    if len(qo_len) != len(kv_len):
+    lengths = KvLengths.of(_lengths(kv_indptr, "kv_indptr"))
+    if len(qo_len) != len(lengths.each):
         raise ArgumentError(f"kv_indptr: has {len(kv_indptr)} entries, qo_indptr has {len(qo_indptr)}; both need batch_size + 1")
-    _check_kv_len(kv_len, "kv_indptr")
-    return BatchGeometry(qo_len, kv_len, qo_indptr[:-1], kv_indptr[:-1], int(qo_indptr[-1]), int(kv_indptr[-1]))
+    _check_kv_len(lengths, "kv_indptr")
+    return _prefill_geometry(qo_indptr, qo_len, kv_indptr, lengths)
+
+
+def _prefill_geometry(qo_indptr: Ints, qo_len: Ints, kv_indptr: Ints, lengths: KvLengths) -> BatchGeometry:
+    kv_len, shortest, longest = lengths
+    return BatchGeometry(qo_len, kv_len, qo_indptr[:-1], kv_indptr[:-1], qo_indptr.item(-1), kv_indptr.item(-1), shortest, longest)

@@ -63,25 +63,27 @@ def lay_out(counts: RegionCounts, float_allocator: AlignedAllocator, int_allocat
         WorkspaceError: a placing allocator's buffer is too small; the error names the region.
     """
     in_floats, in_ints = float_allocator.aligned_alloc_offset, int_allocator.aligned_alloc_offset
-    return Offsets._make(
-        [
-            -1 if num_bytes is None else (in_floats if region in _FLOAT_REGIONS else in_ints)(num_bytes, WORKSPACE_ALIGNMENT, region)
-            for region, num_bytes in region_bytes(counts).items()
-        ]
-    )
+    offsets = []
+    for region, num_bytes in zip(Offsets._fields, _region_bytes(counts), strict=True):
+        if num_bytes is None:
+            offsets.append(-1)
+        else:
+            offsets.append((in_floats if region in _FLOAT_REGIONS else in_ints)(num_bytes, WORKSPACE_ALIGNMENT, region))
+    return Offsets._make(offsets)
 
 
-def region_bytes(counts: RegionCounts) -> dict[str, int | None]:
+def _region_bytes(counts: RegionCounts) -> tuple[int | None, ...]:
     """Bytes of every region, in layout order, which is that of Offsets; None for an absent one."""
-    return {
-        "tiles": 4 * TILE_INTS * counts.num_tiles,
-        "cta_work": 4 * CTA_INTS * counts.num_ctas,
-        "merge_groups": 4 * GROUP_INTS * counts.num_merge_groups,
-        "page_indices": None if counts.num_page_indices is None else 4 * counts.num_page_indices,
-        "values": counts.value_bytes,
-        "partial_o": 4 * counts.head_dim_vo * counts.num_partial_rows,
-        "partial_lse": 4 * counts.num_partial_rows,
-    }
+    num_tiles, num_ctas, num_merge_groups, num_partial_rows, head_dim_vo, num_page_indices, value_bytes = counts
+    return (
+        4 * TILE_INTS * num_tiles,
+        4 * CTA_INTS * num_ctas,
+        4 * GROUP_INTS * num_merge_groups,
+        None if num_page_indices is None else 4 * num_page_indices,
+        value_bytes,
+        4 * head_dim_vo * num_partial_rows,
+        4 * num_partial_rows,
+    )
 
 
 def measure(counts: RegionCounts) -> WorkspaceSize:
@@ -96,6 +98,6 @@ def memory_map(counts: RegionCounts) -> list[Region]:
     offsets = lay_out(counts, AlignedAllocator(), AlignedAllocator())._asdict()
     return [
         Region("float" if name in _FLOAT_REGIONS else "int", name, offsets[name], num_bytes)
-        for name, num_bytes in region_bytes(counts).items()
+        for name, num_bytes in zip(Offsets._fields, _region_bytes(counts), strict=True)
         if num_bytes is not None
     ]

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from cupyinfer.schedule.counting import counting
+from cupyinfer.schedule.counting import counting, room_for, scalar
 
 Ints = npt.NDArray[np.int64]
 
@@ -19,9 +19,7 @@ GROUP_FIELDS = ("first_row", "num_parts", *(f"arrived_{warp}" for warp in range(
 CTA_INTS = len(CTA_FIELDS)
 GROUP_INTS = len(GROUP_FIELDS)
 
-
-# An array of one number spares NumPy the conversion of a Python int, which takes as long as 200 additions.
-_ONE = np.array(1)
+_NONE, _ONE = scalar(-1), scalar(1)
 
 
 class Partition(NamedTuple):
@@ -45,32 +43,30 @@ def no_groups() -> npt.NDArray[np.int32]:
 
 def whole_units_only(num_ctas: int, num_units: int) -> npt.NDArray[np.int32]:
     """CTA records of a schedule in which every unit is done by one CTA."""
-    cta_work = _idle_ctas(num_ctas).copy()
+    return _with_whole_units(num_ctas, num_units, -1)
+
+
+def _with_whole_units(num_ctas: int, num_units: int, part: int) -> npt.NDArray[np.int32]:
+    cta_work = _idle_ctas(room_for(num_ctas), part)[:num_ctas].copy()
     if num_units:
         cta_work[:, 0] = num_units
     return cta_work
 
 
 @lru_cache(maxsize=16)
-def _idle_ctas(num_ctas: int) -> npt.NDArray[np.int32]:
-    """Records of CTAs without work, to copy from: the number of CTAs of a GPU hardly ever changes."""
+def _idle_ctas(num_ctas: int, part: int) -> npt.NDArray[np.int32]:
+    """Records of CTAs without work, to copy from."""
     cta_work = np.empty((num_ctas, CTA_INTS), np.int32)
-    cta_work[:] = (0, 0, 0, 0, -1, -1, -1, -1)
+    cta_work[:] = (0, 0, 0, 0, -1, part, -1, part)
     cta_work.flags.writeable = False
     return cta_work
 
 
-def _ones_unless(condition: npt.NDArray[np.bool_]) -> Ints:
-    """0 where it holds, else -1: with ``|``, what turns fields that do not apply into -1."""
-    bits = condition.astype(np.int64)
-    bits -= _ONE
-    return bits
-
-
 def cut_line(
-    iterations: npt.NDArray[np.int32],
+    iterations: Ints,
     tile_begin: Ints,
-    num_rows: npt.NDArray[np.int32],
+    longest: int,
+    num_rows: npt.NDArray[np.int32] | int,
     num_kv_heads: int,
     num_ctas: int,
     num_whole_units: int,
@@ -85,7 +81,8 @@ def cut_line(
     Args:
         iterations: [num_tiles] iterations of each tile's units.
         tile_begin: [num_tiles + 1] iterations of all units before each tile, and of all units at the end.
-        num_rows: [num_tiles] valid query rows of each tile.
+        longest: most iterations of a unit.
+        num_rows: [num_tiles] valid query rows of each tile, or those of every tile.
         num_kv_heads: units per tile.
         num_ctas: records to return.
         num_whole_units: leading units that are not part of the line.
@@ -94,57 +91,64 @@ def cut_line(
     whole_tile, whole_head = divmod(num_whole_units, num_kv_heads)
     line_begin = int(tile_begin[whole_tile]) + whole_head * int(iterations[whole_tile]) if num_whole_units else 0
     line_length = int(tile_begin[-1]) - line_begin
-    number = counting(shares + 2)
-    following, number = number[1:], number[:-1]
-    cuts = number * line_length
-    cuts //= shares
+    cuts = counting(shares + 1) * np.array(line_length)
+    cuts //= scalar(shares)
     if line_begin:
-        cuts += line_begin
-    # Position of every cut as (unit, iteration inside it); the last cut is the end of the line, iteration 0 of no unit.
-    tile = tile_begin.searchsorted(cuts, side="right")
-    tile -= _ONE
-    inside = cuts - tile_begin[tile]
-    of_unit = iterations.take(tile, mode="clip").astype(np.int64)
-    # Exact up to 2^52, and several times faster than dividing integers.
-    head = (inside / of_unit).astype(np.int64)
-    inside -= head * of_unit
-    unit = tile * num_kv_heads
-    unit += head
+        cuts += np.array(line_begin)
+    # What becomes of every cut, a row per field and in order those of CTA_FIELDS from `unit` on. The last cut is the end of the line.
+    fields = np.empty((CTA_INTS - 2, shares + 1), np.int64)
+    unit, inside, group, part = fields[0], fields[1], fields[3], fields[4]
+    tile = tile_begin[1:].searchsorted(cuts, side="right")
+    np.divmod(cuts - tile_begin.take(tile), iterations.take(tile, mode="clip"), unit, inside)
+    unit += tile * scalar(num_kv_heads)
+    np.subtract(cuts[1:], cuts[:-1], fields[2, :-1])
 
-    cta_work = whole_units_only(num_ctas, num_whole_units)
-    share = cta_work[:shares]
-    share[:, 1] = unit[:-1]
-    share[:, 2] = inside[:-1]
-    share[:, 3] = cuts[1:] - cuts[:-1]
+    # Part n of a unit begins at the n-th cut inside it: that many parts of its unit lie before a cut.
+    several = line_length < shares * longest
+    if several:
+        np.subtract(counting(shares + 2)[1:], cuts.searchsorted(cuts - inside, side="right"), part)
+        divides = np.minimum(part, _ONE)
+        np.add.accumulate(part == _ONE, dtype=np.int64, out=group)
+    else:  # cuts are as far apart as the longest unit, so no two are inside the same one
+        divides = np.minimum(inside, _ONE, out=part)
+        np.add.accumulate(divides, out=group)
+    num_groups = group.item(-1)
+    if several or not isinstance(num_rows, int):
+        num_parts = np.bincount(group.compress(divides))[1:] + _ONE if several else scalar(2)
+        rows = num_parts * (num_rows if isinstance(num_rows, int) else num_rows.take(tile.compress(part == _ONE)))
+        merge_groups, num_partial_rows = merge_groups_of(num_parts, rows)
+    else:
+        merge_groups, num_partial_rows = _pairs(shares, num_rows)[:num_groups], 2 * num_groups * num_rows
 
-    # The first cut inside the unit that a cut lies in, or begins: the next cut or a later one when this one only begins it.
-    first = cuts.searchsorted(cuts - inside, side="right")
-    opens = first == number
-    group = np.add.accumulate(opens, dtype=np.int64)
+    # A segment has the group of a cut that it begins or ends at inside its unit. A share's first segment may do either, its last one,
+    # when that is another, only the latter, and is then part 0.
+    group *= divides
     group -= _ONE
-    num_groups = int(group[-1]) + 1
-    if not num_groups:
-        return Partition(cta_work, no_groups(), 0)
-    # Part n of a unit ends at its cut n, counted from 0, and part n + 1 begins there. So a share's first segment is as many parts in
-    # as cuts of its unit lie before it, and belongs to no group when its unit has no cut.
-    first_of_share = first[:-1]
-    own = unit[:-1]
-    outside = _ones_unless(unit[first_of_share] == own)
-    share[:, 4] = group[first_of_share] | outside
-    share[:, 5] = (following[:-1] - first_of_share) | outside
-    # A share's last segment, when that is another one and the next cut lies inside its unit, is that unit's part 0.
-    inner = first <= number
-    outside = _ones_unless(inner[1:] & (unit[1:] != own))
-    share[:, 6] = group[1:] | outside
-    share[:, 7] = outside
+    fields[5, :-1] = group[1:]
+    if several:
+        alone = unit[1:] == unit[:-1]
+        np.copyto(group[:-1], group[1:], where=alone)
+        np.copyto(fields[5, :-1], _NONE, where=alone)
+    cta_work = _with_whole_units(num_ctas, num_whole_units, 0)
+    cta_work[:shares, 1:-1] = fields[:, :-1].T
+    return Partition(cta_work, merge_groups, num_partial_rows)
 
-    opening = opens.nonzero()[0]
-    num_parts = np.bincount(group[inner])
-    num_parts += _ONE
-    rows = num_rows[tile[opening]].astype(np.int64)
-    rows *= num_parts
+
+def merge_groups_of(num_parts: Ints, rows: Ints) -> tuple[npt.NDArray[np.int32], int]:
+    """Records of merge groups of so many parts that own so many rows of partial results, and how many rows those are together."""
+    if not len(rows):
+        return no_groups(), 0
     end_row = np.add.accumulate(rows)
-    merge_groups = np.zeros((num_groups, GROUP_INTS), np.int32)
-    merge_groups[:, 0] = end_row - rows
-    merge_groups[:, 1] = num_parts
-    return Partition(cta_work, merge_groups, int(end_row[-1]))
+    groups = np.zeros((len(rows), GROUP_INTS), np.int32)
+    groups[:, 0] = end_row - rows
+    groups[:, 1] = num_parts
+    return groups, end_row.item(-1)
+
+
+@lru_cache(maxsize=16)
+def _pairs(num_groups: int, num_rows: int) -> npt.NDArray[np.int32]:
+    """Records of merge groups of two parts of as many rows, to take the first ones of."""
+    rows = np.full(num_groups, 2 * num_rows)
+    groups, _ = merge_groups_of(scalar(2), rows)
+    groups.flags.writeable = False
+    return groups

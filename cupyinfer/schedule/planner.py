@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -11,7 +12,7 @@ import numpy.typing as npt
 
 from cupyinfer.errors import ArgumentError
 from cupyinfer.schedule.capacity import BatchLimits, capacity_counts
-from cupyinfer.schedule.geometry import MAX_PACKED_ROWS, BatchGeometry, check_heads
+from cupyinfer.schedule.geometry import MAX_KV_LEN, MAX_PACKED_ROWS, BatchGeometry, check_heads
 from cupyinfer.schedule.layout import RegionCounts, lay_out, measure
 from cupyinfer.schedule.plan_info import DecodePlanInfo, PlanInfo, PrefillPlanInfo
 from cupyinfer.schedule.profile import DeviceProfile
@@ -70,7 +71,7 @@ class PlanShape:
         check_head_dims(self.head_dim_qk, self.head_dim_vo)
         self.policy(1)
 
-    @property
+    @cached_property
     def group_size(self) -> int:
         """Query heads per KV head."""
         return self.num_qo_heads // self.num_kv_heads
@@ -84,6 +85,19 @@ class PlanShape:
         """Keys per tile of that many rows among which fa3 chooses by the batch. A choice that must not depend on it is the first."""
         return fa3_kv_tiles(cta_tile_q, self.head_dim_qk, self.head_dim_vo, self.page_size, self.transforms_logits, self.kv_itemsize)
 
+    @cached_property
+    def _kernels(self) -> dict[tuple[int, int | None, int, int], tuple[TileConfig, SplitPolicy]]:
+        return {}
+
+    def kernel(self, cta_tile_q: int, profile: DeviceProfile, kv_tile: int | None = None) -> tuple[TileConfig, SplitPolicy]:
+        """What `config` returns, and what such a kernel may divide; kept between plans."""
+        key = cta_tile_q, kv_tile, profile.smem_per_sm, profile.smem_per_cta
+        kept = self._kernels.get(key)
+        if kept is None:
+            config = self.config(cta_tile_q, profile, kv_tile)
+            kept = self._kernels[key] = config, self.policy(config.kv_tile)
+        return kept
+
     def config(self, cta_tile_q: int, profile: DeviceProfile, kv_tile: int | None = None) -> TileConfig:
         """Tile shape of the kernel with that many rows per tile on a GPU; for fa3 also with that many keys, by default the first choice."""
         if self.backend == "fa3":
@@ -94,6 +108,10 @@ class PlanShape:
     def policy(self, kv_tile: int) -> SplitPolicy:
         """What may be divided, for a kernel with that many keys per iteration."""
         return make_split_policy(self.fixed_split_size, self.disable_split_kv, self.page_size, kv_tile)
+
+    def keys_in_l2(self, profile: DeviceProfile) -> int:
+        """Keys, of all heads, that stay in L2: half of it is theirs, queries and outputs stream through the rest."""
+        return profile.l2_bytes // 2 // (self.num_kv_heads * (self.head_dim_qk + self.head_dim_vo) * self.kv_itemsize)
 
     def capacity(
         self, config: TileConfig, profile: DeviceProfile, limits: BatchLimits, pages: int | None, values: int | None
@@ -199,14 +217,11 @@ class PlanDraft(NamedTuple):
 
     def write_records(self, info: PlanInfo, records: npt.NDArray[np.uint8]) -> None:
         """Fill the tile, CTA and merge-group regions of an int workspace, or of a staging copy of it."""
-        regions = (
-            (info.tiles_offset, self.schedule.tiles),
-            (info.cta_work_offset, self.schedule.partition.cta_work),
-            (info.merge_groups_offset, self.schedule.partition.merge_groups),
-        )
-        for offset, values in regions:
-            if values.size:
-                records[offset : offset + values.nbytes].view(np.int32)[:] = values.reshape(-1)
+        ints = records[: info.int_bytes & -4].view(np.int32)
+        _, tiles, (cta_work, merge_groups, _) = self.schedule
+        for offset, values in ((info.tiles_offset, tiles), (info.cta_work_offset, cta_work), (info.merge_groups_offset, merge_groups)):
+            begin = offset // 4
+            ints[begin : begin + values.size] = values.ravel()
 
 
 def draft_plan(
@@ -238,31 +253,22 @@ def draft_plan(
     if graph_limits is not None:
         _check_limits(geometry, graph_limits)
     tile_q = shape.tile_q(geometry, graph_limits)
-    config = shape.config(tile_q, profile)
+    config, policy = shape.kernel(tile_q, profile)
     tiles = make_tiles(geometry, shape.group_size, tile_q, config.kv_tile, shape.span, mask_begin)
-    if shape.backend == "fa3" and graph_limits is None and not shape.invariant:
-        kv_tile = fa3_kv_tile(shape.kv_tiles(tile_q), tiles[:, 5] - tiles[:, 4])
+    cuda_graph = graph_limits is not None
+    if shape.backend == "fa3" and not cuda_graph and not shape.invariant:
+        kv_tile = fa3_kv_tile(shape.kv_tiles(tile_q), tiles.keys)
         if kv_tile != config.kv_tile:
-            config = shape.config(tile_q, profile, kv_tile)
+            config, policy = shape.kernel(tile_q, profile, kv_tile)
             tiles = make_tiles(geometry, shape.group_size, tile_q, kv_tile, shape.span, mask_begin)
-    # Half of L2 for keys and values: queries and outputs stream through the rest.
-    keys_in_l2 = profile.l2_bytes // 2 // (shape.num_kv_heads * (shape.head_dim_qk + shape.head_dim_vo) * shape.kv_itemsize)
-    schedule = make_schedule(
-        tiles, config, profile.num_sms, shape.num_kv_heads, shape.policy(config.kv_tile), graph_limits is not None, keys_in_l2
-    )
+    keys_in_l2 = MAX_KV_LEN if tile_q == 16 else shape.keys_in_l2(profile)
+    schedule = make_schedule(tiles, config, profile.num_sms, shape.num_kv_heads, policy, cuda_graph, keys_in_l2)
     if graph_limits is not None:
         counts = shape.capacity(config, profile, graph_limits, num_page_indices, value_bytes)
     else:
-        counts = RegionCounts(
-            num_tiles=len(schedule.tiles),
-            num_ctas=schedule.num_ctas,
-            num_merge_groups=len(schedule.partition.merge_groups),
-            num_partial_rows=schedule.partition.num_partial_rows,
-            head_dim_vo=shape.head_dim_vo,
-            num_page_indices=num_page_indices,
-            value_bytes=value_bytes,
-        )
-    return PlanDraft(shape, geometry, schedule, counts, graph_limits is not None)
+        _, records, (cta_work, merge_groups, rows) = schedule
+        counts = RegionCounts(len(records), len(cta_work), len(merge_groups), rows, shape.head_dim_vo, num_page_indices, value_bytes)
+    return PlanDraft(shape, geometry, schedule, counts, cuda_graph)
 
 
 def _check_packed_rows(geometry: BatchGeometry, group_size: int) -> None:
@@ -281,9 +287,10 @@ def _check_limits(geometry: BatchGeometry, limits: BatchLimits) -> None:
         raise ArgumentError(
             f"batch: has {geometry.num_qo_tokens} query tokens, this object's CUDA graph holds at most {limits.max_num_qo_tokens}"
         )
-    longest = int(geometry.kv_len.max(initial=0))
-    if limits.max_kv_len is not None and longest > limits.max_kv_len:
-        raise ArgumentError(f"batch: has a request of {longest} keys, this object's CUDA graph holds at most {limits.max_kv_len}")
+    if limits.max_kv_len is not None and geometry.longest_kv > limits.max_kv_len:
+        raise ArgumentError(
+            f"batch: has a request of {geometry.longest_kv} keys, this object's CUDA graph holds at most {limits.max_kv_len}"
+        )
 
 
 def bound(

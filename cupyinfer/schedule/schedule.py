@@ -10,11 +10,12 @@ import numpy as np
 import numpy.typing as npt
 
 from cupyinfer.errors import ArgumentError, ArgumentTypeError
+from cupyinfer.schedule.counting import counting, scalar
 from cupyinfer.schedule.geometry import MAX_KV_LEN
 from cupyinfer.schedule.order import busiest_time, line_time, order_tiles
-from cupyinfer.schedule.partition import GROUP_INTS, Partition, cut_line, no_groups, whole_units_only
+from cupyinfer.schedule.partition import Partition, cut_line, merge_groups_of, no_groups, whole_units_only
 from cupyinfer.schedule.tiles import TileConfig
-from cupyinfer.schedule.tiling import key_iterations, tile_iterations
+from cupyinfer.schedule.tiling import TILE_INTS, Tiles, key_iterations
 
 #: An even cut must beat whole units by this factor before anything is shared: merging is not free.
 _SHARING_GAIN = 1.02
@@ -101,7 +102,7 @@ def partial_row_budget(num_sms: int, config: TileConfig) -> int:
 
 
 def make_schedule(
-    tiles: npt.NDArray[np.int32],
+    tiles: Tiles,
     config: TileConfig,
     num_sms: int,
     num_kv_heads: int,
@@ -112,7 +113,7 @@ def make_schedule(
     """Divide the work of `tiles` over a GPU.
 
     Args:
-        tiles: int32 [num_tiles, 12] of `make_tiles`.
+        tiles: what `make_tiles` returned.
         config: the kernel's tile shape.
         num_sms: streaming multiprocessors.
         num_kv_heads: units per tile.
@@ -121,58 +122,63 @@ def make_schedule(
         keys_in_l2: keys, with all their heads, that stay in L2 while other data passes through it.
     """
     grid = num_sms * config.ctas_per_sm
-    merge_groups, num_partial_rows = no_groups(), 0
+    records, merge_groups, num_partial_rows = tiles.records, no_groups(), 0
+    shortest, longest = -(-tiles.shortest // config.kv_tile) or 1, -(-tiles.longest // config.kv_tile) or 1
+    equal = policy.fixed_kv is None and shortest == longest
     piece_kv = policy.fixed_kv
-    extent = _Extent.of(tiles, config.kv_tile) if piece_kv is None and len(tiles) else None
-    if extent is not None and policy.allowed and config.cta_tile_q == 16:
-        piece_kv = _equal_piece_kv(extent, config, num_sms, num_kv_heads)
+    if equal and policy.allowed and config.cta_tile_q == 16 and len(records):
+        piece_kv = _equal_piece_kv(tiles, longest, config, num_sms, num_kv_heads)
     if piece_kv is not None:
-        tiles, merge_groups, num_partial_rows = _split_tiles(tiles, config.kv_tile, num_kv_heads, piece_kv)
-    elif extent is not None:
+        records, merge_groups, num_partial_rows = _split_tiles(tiles, config.kv_tile, num_kv_heads, piece_kv)
+    elif len(records) and (policy.allowed or not equal):
+        line = _Line(tiles.records, key_iterations(tiles.keys, config.kv_tile, tiles.shortest), shortest, longest, tiles.uniform_rows)
         if config.cta_tile_q == 16:
-            tiles, partition = _automatic(tiles, extent, config, num_sms, num_kv_heads, policy.allowed, full_grid)
+            records, partition = _automatic(line, config, num_sms, num_kv_heads, policy.allowed, full_grid)
         else:
-            tiles, partition = _automatic_prefill(tiles, extent, config, num_sms, num_kv_heads, policy.allowed, full_grid, keys_in_l2)
+            records, partition = _automatic_prefill(line, config, num_sms, num_kv_heads, policy.allowed, full_grid, keys_in_l2)
         if partition is not None:
-            return Schedule(config, tiles, partition)
-    num_units = len(tiles) * num_kv_heads
+            return Schedule(config, records, partition)
+    num_units = len(records) * num_kv_heads
     num_ctas = min(num_units, grid)
-    if config.cta_tile_q == 16 and extent is not None and extent.shortest == extent.longest:
+    if config.cta_tile_q == 16 and equal and num_units:
         # As many CTAs as there are units in every wave, which takes no longer when units are equal and alone on their SMs:
         # neighbours then read the heads of one page at the same time.
         num_ctas = -(-num_units // -(-num_units // grid))
     cta_work = whole_units_only(grid if full_grid else num_ctas, num_units)
-    return Schedule(config, tiles, Partition(cta_work, merge_groups, num_partial_rows))
+    return Schedule(config, records, Partition(cta_work, merge_groups, num_partial_rows))
 
 
-class _Extent(NamedTuple):
-    """How long tiles are.
+class _Line(NamedTuple):
+    """Tiles whose units may form a line of iterations.
 
     Attributes:
-        keys: [num_tiles] keys of each tile.
+        records: int32 [num_tiles, 12].
         iterations: [num_tiles] iterations of each tile's units.
         shortest, longest: least and most iterations.
+        uniform_rows: valid rows of every tile, or None where they differ.
     """
 
-    keys: npt.NDArray[np.int32]
-    iterations: npt.NDArray[np.int32]
+    records: npt.NDArray[np.int32]
+    iterations: npt.NDArray[np.int64]
     shortest: int
     longest: int
+    uniform_rows: int | None
 
-    @classmethod
-    def of(cls, tiles: npt.NDArray[np.int32], kv_tile: int) -> _Extent:
-        """Of one tile or more."""
-        keys = tiles[:, 5] - tiles[:, 4]
-        iterations = key_iterations(keys, kv_tile)
-        return cls(keys, iterations, int(np.minimum.reduce(iterations)), int(np.maximum.reduce(iterations)))
+    def ordered(self, order: npt.NDArray[np.int64]) -> _Line:
+        """The same tiles in another order."""
+        return self._replace(records=self.records.take(order, axis=0), iterations=self.iterations.take(order))
+
+    def cut(self, tile_begin: npt.NDArray[np.int64], num_kv_heads: int, num_ctas: int, num_whole_units: int, shares: int) -> Partition:
+        """As cut_line."""
+        num_rows = self.records[:, 3] if self.uniform_rows is None else self.uniform_rows
+        return cut_line(self.iterations, tile_begin, self.longest, num_rows, num_kv_heads, num_ctas, num_whole_units, shares)
 
 
-def _equal_piece_kv(extent: _Extent, config: TileConfig, num_sms: int, num_kv_heads: int) -> int | None:
+def _equal_piece_kv(tiles: Tiles, iterations: int, config: TileConfig, num_sms: int, num_kv_heads: int) -> int | None:
     """Keys per piece when equal pieces of all units fill the GPU almost evenly; None when units differ or no number of pieces does."""
-    keys, iterations = extent.keys, extent.longest
-    if extent.shortest != iterations or np.minimum.reduce(keys) != np.maximum.reduce(keys):
+    if tiles.shortest != tiles.longest:
         return None
-    grid, num_units = num_sms * config.ctas_per_sm, len(keys) * num_kv_heads
+    grid, num_units = num_sms * config.ctas_per_sm, len(tiles.records) * num_kv_heads
     pieces = max(1, min(grid // num_units, iterations // _MIN_SHARE))
     per_piece = -(-iterations // pieces)
     busiest = -(-num_units * pieces // grid) * per_piece
@@ -182,28 +188,28 @@ def _equal_piece_kv(extent: _Extent, config: TileConfig, num_sms: int, num_kv_he
 
 
 def _automatic(
-    tiles: npt.NDArray[np.int32], extent: _Extent, config: TileConfig, num_sms: int, num_kv_heads: int, may_split: bool, full_grid: bool
+    line: _Line, config: TileConfig, num_sms: int, num_kv_heads: int, may_split: bool, full_grid: bool
 ) -> tuple[npt.NDArray[np.int32], Partition | None]:
     """16-row tiles in the order to work on them, and how CTAs share them; None when every unit is best left to one CTA."""
-    _, iterations, shortest, longest = extent
-    if shortest != longest and not may_split:
-        # Longest first: the short ones at the end even out what the long ones left.
-        order = (-iterations).argsort(kind="stable")
-        tiles, iterations = tiles[order], iterations[order]
     if not may_split:
-        return tiles, None
-    tile_begin = _tile_begin(iterations, num_kv_heads)
-    num_whole_units, shares = _sharing(iterations, config, num_sms, num_kv_heads, shortest == longest, longest, int(tile_begin[-1]))
+        # Longest first: the short ones at the end even out what the long ones left.
+        return (line if line.shortest == line.longest else line.ordered((-line.iterations).argsort(kind="stable"))).records, None
+    return line.records, _shared(line, config, num_sms, num_kv_heads, full_grid)
+
+
+def _shared(line: _Line, config: TileConfig, num_sms: int, num_kv_heads: int, full_grid: bool) -> Partition | None:
+    """How CTAs share the tiles in the order they have; None when that does not pay."""
+    tile_begin = _tile_begin(line.iterations, num_kv_heads)
+    num_whole_units, shares = _sharing(line, config, num_sms, num_kv_heads, int(tile_begin[-1]))
     if not shares:
-        return tiles, None
+        return None
     grid = num_sms * config.ctas_per_sm
     num_ctas = grid if full_grid else max(min(num_whole_units, grid), shares)
-    return tiles, cut_line(iterations, tile_begin, tiles[:, 3], num_kv_heads, num_ctas, num_whole_units, shares)
+    return line.cut(tile_begin, num_kv_heads, num_ctas, num_whole_units, shares)
 
 
 def _automatic_prefill(
-    tiles: npt.NDArray[np.int32],
-    extent: _Extent,
+    line: _Line,
     config: TileConfig,
     num_sms: int,
     num_kv_heads: int,
@@ -212,60 +218,53 @@ def _automatic_prefill(
     keys_in_l2: int,
 ) -> tuple[npt.NDArray[np.int32], Partition | None]:
     """As _automatic, for tiles of 64 rows and more."""
-    _, iterations, shortest, longest = extent
-    if shortest == longest:
-        if not may_split:
-            return tiles, None
-        tile_begin = _tile_begin(iterations, num_kv_heads)
-        num_whole_units, shares = _sharing(iterations, config, num_sms, num_kv_heads, True, longest, int(tile_begin[-1]))
-        if not shares:
-            return tiles, None
-        num_ctas = num_sms * config.ctas_per_sm if full_grid else max(min(num_whole_units, num_sms * config.ctas_per_sm), shares)
-        return tiles, cut_line(iterations, tile_begin, tiles[:, 3], num_kv_heads, num_ctas, num_whole_units, shares)
-    num_units = len(tiles) * num_kv_heads
+    if line.shortest == line.longest:
+        return line.records, _shared(line, config, num_sms, num_kv_heads, full_grid) if may_split else None
+    num_units = len(line.records) * num_kv_heads
     grid = num_sms * config.ctas_per_sm
-    order, time = order_tiles(tiles, iterations, num_kv_heads, grid, keys_in_l2)
-    tiles, iterations = tiles[order], iterations[order]
-    tile_begin = _tile_begin(iterations, num_kv_heads)
-    shares, shared_time = _shares_of_all(config, num_sms, 0, int(tile_begin[-1]))
-    whole_time = time * _crowding(num_units, num_sms, grid)
-    if may_split and shares > 1 and whole_time > _SHARING_GAIN * _shared_time(shared_time):
-        shared_time = line_time(iterations, tile_begin, num_kv_heads, shares) * _crowding(shares, num_sms, grid)
-        if whole_time > _SHARING_GAIN * _shared_time(shared_time):
-            return tiles, cut_line(iterations, tile_begin, tiles[:, 3], num_kv_heads, grid if full_grid else shares, 0, shares)
+    order, time = order_tiles(line.records, line.iterations, num_kv_heads, grid, keys_in_l2)
+    line = line.ordered(order)
+    if may_split:
+        tile_begin = _tile_begin(line.iterations, num_kv_heads)
+        shares, shared_time = _shares_of_all(config, num_sms, 0, int(tile_begin[-1]))
+        whole_time = time * _crowding(num_units, num_sms, grid)
+        if shares > 1 and whole_time > _SHARING_GAIN * _shared_time(shared_time):
+            shared_time = line_time(line.iterations, tile_begin, num_kv_heads, shares) * _crowding(shares, num_sms, grid)
+            if whole_time > _SHARING_GAIN * _shared_time(shared_time):
+                return line.records, line.cut(tile_begin, num_kv_heads, grid if full_grid else shares, 0, shares)
     num_ctas = grid
     if not full_grid:
         num_ctas = fewer = -(-num_units // -(-num_units // grid))
-        if num_units > grid > fewer and busiest_time(iterations, num_kv_heads, fewer) > _FEWER_CTAS * time:
+        if num_units > grid > fewer and busiest_time(line.iterations, num_kv_heads, fewer) > _FEWER_CTAS * time:
             num_ctas = grid
-    return tiles, Partition(whole_units_only(num_ctas, num_units), no_groups(), 0)
+    return line.records, Partition(whole_units_only(num_ctas, num_units), no_groups(), 0)
 
 
-def _tile_begin(iterations: npt.NDArray[np.int32], num_kv_heads: int) -> npt.NDArray[np.int64]:
+def _tile_begin(iterations: npt.NDArray[np.int64], num_kv_heads: int) -> npt.NDArray[np.int64]:
     """Iterations of all units before each tile, and of all units at the end."""
     tile_begin = np.empty(len(iterations) + 1, np.int64)
     tile_begin[0] = 0
-    np.add.accumulate(iterations, dtype=np.int64, out=tile_begin[1:])
-    tile_begin *= num_kv_heads
+    np.add.accumulate(iterations, out=tile_begin[1:])
+    tile_begin *= scalar(num_kv_heads)
     return tile_begin
 
 
-def _sharing(
-    iterations: npt.NDArray[np.int32], config: TileConfig, num_sms: int, num_kv_heads: int, equal: bool, longest: int, total: int
-) -> tuple[int, int]:
+def _sharing(line: _Line, config: TileConfig, num_sms: int, num_kv_heads: int, total: int) -> tuple[int, int]:
     """How to share: leading whole units, and CTAs that share the rest; no CTAs when sharing does not pay.
 
     Args:
-        iterations: [num_tiles] iterations of each tile's units.
+        line: the tiles.
         config: the kernel's tile shape.
         num_sms: streaming multiprocessors.
         num_kv_heads: units per tile.
-        equal: all units have as many iterations.
-        longest: iterations of the longest unit.
         total: iterations of all units.
     """
+    equal, longest = line.shortest == line.longest, line.longest
+    if config.cta_tile_q == 16 and not equal:
+        shares = min(num_sms, total // _MIN_SHARE)
+        return 0, shares if shares > 1 else 0  # the parts of 16-row tiles are a few rows, and an even cut cannot lose
     grid = num_sms * config.ctas_per_sm
-    num_units = len(iterations) * num_kv_heads
+    num_units = len(line.records) * num_kv_heads
     if config.cta_tile_q == 16 or not equal or num_units < grid:
         num_whole_units = 0
         shares, time = _shares_of_all(config, num_sms, num_units if equal else 0, total)
@@ -279,10 +278,7 @@ def _sharing(
         time = rest * longest / shares * _crowding(shares, num_sms, grid)
     if shares < 2:
         return 0, 0
-    if config.cta_tile_q == 16:
-        if not equal:
-            return num_whole_units, shares  # the parts of 16-row tiles are a few rows, and an even cut cannot lose
-    else:
+    if config.cta_tile_q != 16:
         time = _shared_time(time)
     waves_before = num_whole_units // grid * longest
     whole_time = -(-num_units // grid) * longest
@@ -314,17 +310,15 @@ def _crowding(num_ctas: int, num_sms: int, grid: int) -> float:
     return _ALONE if num_ctas <= num_sms < grid else 1.0
 
 
-def _split_tiles(
-    tiles: npt.NDArray[np.int32], kv_tile: int, num_kv_heads: int, fixed_kv: int
-) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], int]:
+def _split_tiles(whole: Tiles, kv_tile: int, num_kv_heads: int, fixed_kv: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], int]:
     """Tiles cut along the keys into pieces of `fixed_kv`, each a tile of its own, their merge groups, and the rows of partial results."""
-    keys = tiles[:, 5].astype(np.int64) - tiles[:, 4]
-    longest = keys.max(initial=0)
-    if longest <= fixed_kv:
-        if not keys.size or np.minimum.reduce(keys) == longest:
+    tiles, keys = whole.records, whole.keys
+    if whole.longest <= fixed_kv:
+        if whole.shortest == whole.longest:
             return tiles, no_groups(), 0
-        order = (-keys).argsort(kind="stable")
-        return tiles[order], no_groups(), 0
+        return tiles[(-keys).argsort(kind="stable")], no_groups(), 0
+    if whole.shortest == whole.longest:
+        return _split_alike(whole, kv_tile, num_kv_heads, fixed_kv)
     chunks = np.maximum(-(-keys // fixed_kv), 1)
     first_chunk = np.cumsum(chunks) - chunks
     of_tile = np.repeat(np.arange(len(tiles)), chunks)
@@ -339,9 +333,23 @@ def _split_tiles(
     pieces[:, 9] = np.where(split, group_begin, -1)[of_tile]
     pieces[:, 10] = part
     num_parts = np.repeat(chunks[split], num_kv_heads)
-    rows = num_parts * np.repeat(tiles[split, 3], num_kv_heads)
-    merge_groups = np.zeros((len(rows), GROUP_INTS), np.int32)
-    merge_groups[:, 0] = np.cumsum(rows) - rows
-    merge_groups[:, 1] = num_parts
-    order = (-tile_iterations(pieces, kv_tile)).argsort(kind="stable")
-    return pieces[order], merge_groups, int(rows.sum())
+    groups, num_partial_rows = merge_groups_of(num_parts, num_parts * np.repeat(tiles[split, 3], num_kv_heads))
+    order = (-key_iterations(pieces[:, 5] - pieces[:, 4], kv_tile, 0)).argsort(kind="stable")
+    return pieces[order], groups, num_partial_rows
+
+
+def _split_alike(whole: Tiles, kv_tile: int, num_kv_heads: int, fixed_kv: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], int]:
+    """As _split_tiles, for tiles that all span as many keys, more than `fixed_kv`: in fewer steps."""
+    num_tiles, num_parts = len(whole.records), -(-whole.longest // fixed_kv)
+    pieces = whole.records.repeat(num_parts, axis=0).reshape(num_tiles, num_parts, TILE_INTS)
+    part = counting(num_parts)
+    pieces[:, :, 4] += part * scalar(fixed_kv)
+    pieces[:, :-1, 5] = pieces[:, 1:, 4]
+    pieces[:, :, 9] = (counting(num_tiles) * scalar(num_kv_heads))[:, None]
+    pieces[:, :, 10] = part
+    rows = (whole.records[:, 3] * scalar(num_parts)).repeat(num_kv_heads)
+    groups, num_partial_rows = merge_groups_of(scalar(num_parts), rows)
+    last_keys = whole.longest - (num_parts - 1) * fixed_kv
+    if -(-last_keys // kv_tile) < -(-fixed_kv // kv_tile):  # longest first
+        return np.concatenate((pieces[:, :-1].reshape(-1, TILE_INTS), pieces[:, -1])), groups, num_partial_rows
+    return pieces.reshape(-1, TILE_INTS), groups, num_partial_rows

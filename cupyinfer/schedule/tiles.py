@@ -18,8 +18,6 @@ HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
 #: Query rows of a tile: 16 puts all warps along the keys, 64 and 128 along the rows.
 CTA_TILE_Q = (16, 64, 128)
 
-#: Keys one warp of a 16-row tile works on at a time: one m16n8k16 step of P V.
-DECODE_BLOCK = 16
 #: Keys per iteration of the schedule for 16-row tiles; finer cuts balance better, coarser ones have fewer fields to scan.
 DECODE_KV_TILE = 64
 PREFILL_KV_TILE = 64
@@ -70,6 +68,7 @@ class TileConfig:
         smem_bytes: dynamic shared memory per CTA.
         ctas_per_sm: CTAs of this kernel one SM holds.
         join_slots: segments of a 16-row kernel on their way out at a time.
+        block_keys: keys that one warp of a 16-row kernel works on at a time; 0 for the others.
     """
 
     cta_tile_q: int
@@ -79,6 +78,7 @@ class TileConfig:
     smem_bytes: int
     ctas_per_sm: int
     join_slots: int = 1
+    block_keys: int = 0
 
 
 def check_head_dims(head_dim_qk: int, head_dim_vo: int) -> None:
@@ -89,7 +89,9 @@ def check_head_dims(head_dim_qk: int, head_dim_vo: int) -> None:
 
 
 @cache
-def tile_config(cta_tile_q: int, head_dim_qk: int, head_dim_vo: int, kv_itemsize: int, smem_per_sm: int, smem_per_cta: int) -> TileConfig:
+def tile_config(
+    cta_tile_q: int, head_dim_qk: int, head_dim_vo: int, kv_itemsize: int, smem_per_sm: int, smem_per_cta: int, rotate_keys: bool = False
+) -> TileConfig:
     """Choose warps, stages and shared memory for one kernel.
 
     Args:
@@ -99,16 +101,19 @@ def tile_config(cta_tile_q: int, head_dim_qk: int, head_dim_vo: int, kv_itemsize
         kv_itemsize: bytes per element of the KV cache (1 or 2).
         smem_per_sm: shared memory of one SM, bytes.
         smem_per_cta: most dynamic shared memory one CTA may ask for, bytes.
+        rotate_keys: the kernel applies RoPE to keys; no schedule depends on it.
     """
     if cta_tile_q == 16:
-        return _decode_config(head_dim_qk, head_dim_vo, kv_itemsize, smem_per_cta)
+        return _decode_config(head_dim_qk, head_dim_vo, kv_itemsize, smem_per_cta, rotate_keys)
     return _prefill_config(cta_tile_q, head_dim_qk, head_dim_vo, kv_itemsize, smem_per_sm, smem_per_cta)
 
 
-def decode_smem_bytes(num_warps: int, num_stages: int, join_slots: int, head_dim_qk: int, head_dim_vo: int, kv_itemsize: int) -> int:
+def decode_smem_bytes(
+    num_warps: int, num_stages: int, join_slots: int, block_keys: int, head_dim_qk: int, head_dim_vo: int, kv_itemsize: int
+) -> int:
     """Shared memory of a 16-row kernel: a private ring of half-blocks per warp, the states of one or two segments on their way out,
     and past head_dim 128 the query."""
-    ring = num_warps * num_stages * DECODE_BLOCK * max(head_dim_qk, head_dim_vo) * kv_itemsize
+    ring = num_warps * num_stages * block_keys * max(head_dim_qk, head_dim_vo) * kv_itemsize
     state = num_warps * (16 * head_dim_vo + 2 * 16) * 4
     return ring + join_slots * state + (16 * head_dim_qk * 2 if head_dim_qk > 128 else 0)
 
@@ -118,17 +123,21 @@ def prefill_smem_bytes(cta_tile_q: int, kv_tile: int, num_stages: int, head_dim_
     return cta_tile_q * head_dim_qk * 2 + num_stages * kv_tile * (head_dim_qk + head_dim_vo) * kv_itemsize
 
 
-def _decode_config(head_dim_qk: int, head_dim_vo: int, kv_itemsize: int, smem_per_cta: int) -> TileConfig:
+def _decode_config(head_dim_qk: int, head_dim_vo: int, kv_itemsize: int, smem_per_cta: int, rotate_keys: bool) -> TileConfig:
     # Eight warps with two segments on their way out never wait for each other; four warps suffice at head_dim 256, where a block
     # is twice as large. Where that does not fit, a single segment on its way out costs a barrier, fewer warps cost bytes in flight.
-    half_block = DECODE_BLOCK * max(head_dim_qk, head_dim_vo) * kv_itemsize
+    # Where rows are short, two k-steps of P V make a block worth its fixed work (maxima, page ids, waiting). Rotating the keys of two
+    # would not fit in registers.
+    row_bytes = max(head_dim_qk, head_dim_vo) * kv_itemsize
+    block_keys = 32 if row_bytes <= 128 and not rotate_keys else 16
+    half_block = block_keys * row_bytes
     for num_warps in (8, 4, 2) if head_dim_vo <= 128 else (4, 2):
         in_flight = max(2, DECODE_BYTES_IN_FLIGHT // (num_warps * half_block))
         for join_slots in (2, 1) if head_dim_vo <= 128 else (1,):
             for num_stages in range(in_flight + 1, 2, -1):
-                smem = decode_smem_bytes(num_warps, num_stages, join_slots, head_dim_qk, head_dim_vo, kv_itemsize)
+                smem = decode_smem_bytes(num_warps, num_stages, join_slots, block_keys, head_dim_qk, head_dim_vo, kv_itemsize)
                 if smem + _STATIC_SMEM + 4 * head_dim_qk <= smem_per_cta:
-                    return TileConfig(16, DECODE_KV_TILE, num_warps, num_stages, smem, 1, join_slots)
+                    return TileConfig(16, DECODE_KV_TILE, num_warps, num_stages, smem, 1, join_slots, block_keys)
     raise UnsupportedError(f"head_dim {head_dim_qk}: {smem_per_cta} bytes of shared memory per CTA are too few")
 
 
@@ -234,7 +243,7 @@ def fa3_kv_tiles(
     return choices if page_size == 1 else tuple(tile for tile in choices if fa3_box_rows(page_size, tile) is not None)
 
 
-def fa3_kv_tile(choices: tuple[int, ...], keys: npt.NDArray[np.int32]) -> int:
+def fa3_kv_tile(choices: tuple[int, ...], keys: npt.NDArray[np.integer]) -> int:
     """Keys per tile for a batch: the second choice, which is faster per key, unless padding eats that up.
 
     Args:

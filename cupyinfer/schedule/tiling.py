@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from cupyinfer.schedule.counting import counting
+from cupyinfer.schedule.counting import counting, ends, room_for, scalar
 from cupyinfer.schedule.geometry import BatchGeometry
 from cupyinfer.schedule.tiles import max_tile_q
 
@@ -19,7 +20,23 @@ TILE_FIELDS = (
     "kv_len", "kv_base", "qo_len", "split_group", "split_part", "mask_begin",
 )  # fmt: skip
 TILE_INTS = len(TILE_FIELDS)
-_ONE = np.array(1, np.int32)
+
+
+class Tiles(NamedTuple):
+    """Tiles of a batch, and how long they are.
+
+    Attributes:
+        records: int32 [num_tiles, 12], fields as TILE_FIELDS.
+        keys: [num_tiles] keys each tile spans.
+        shortest, longest: keys of the shortest and the longest one, 0 without tiles.
+        uniform_rows: valid rows of every tile when all have as many by construction, else None.
+    """
+
+    records: npt.NDArray[np.int32]
+    keys: npt.NDArray[np.int64]
+    shortest: int
+    longest: int
+    uniform_rows: int | None = None
 
 
 @dataclass(frozen=True)
@@ -46,7 +63,7 @@ def choose_tile_q(geometry: BatchGeometry, group_size: int, head_dim_vo: int, in
         return 16 if geometry.uniform_qo_len * group_size <= 16 else 64
     if invariant:
         return max_tile_q(head_dim_vo)
-    longest = int(geometry.qo_len.max(initial=0)) * group_size
+    longest = (ends(geometry.qo_len)[1] if geometry.batch_size else 0) * group_size
     return tile_q_for_rows(longest, geometry.num_qo_tokens * group_size, geometry.batch_size, head_dim_vo)
 
 
@@ -78,8 +95,8 @@ def make_tiles(
     kv_tile: int,
     span: KeySpan,
     mask_begin: npt.NDArray[np.int64] | None = None,
-) -> npt.NDArray[np.int32]:
-    """Tile records of a batch, request by request, not split along the keys.
+) -> Tiles:
+    """Tiles of a batch, request by request, not split along the keys.
 
     Args:
         geometry: the batch.
@@ -88,63 +105,81 @@ def make_tiles(
         kv_tile: keys per iteration; every tile's first key is a multiple of it.
         span: which keys a query may see.
         mask_begin: [batch_size] first byte of each request's packed mask, or None.
-
-    Returns:
-        int32 [num_tiles, 12], fields as TILE_FIELDS.
     """
     batch = geometry.batch_size
     if geometry.uniform_qo_len is not None and geometry.uniform_qo_len * group_size <= cta_tile_q:
         return _one_tile_each(geometry, geometry.uniform_qo_len, group_size, kv_tile, span, mask_begin)
-    rows = geometry.qo_len * group_size
-    per_request = -(-rows // cta_tile_q)
-    first = np.add.accumulate(per_request) - per_request
-    request = np.repeat(counting(batch), per_request)
-    row_begin = (counting(len(request)) - first[request]) * cta_tile_q
-    num_rows = np.minimum(cta_tile_q, rows[request] - row_begin)
-    tiles = np.empty((len(request), TILE_INTS), np.int32)
-    kv_len = geometry.kv_len[request]
-    qo_len = geometry.qo_len[request]
+    tile_q, group = scalar(cta_tile_q), scalar(group_size)
+    rows = geometry.qo_len * group
+    per_request = rows + scalar(cta_tile_q - 1)
+    per_request //= tile_q
+    end = np.add.accumulate(per_request)
+    request = counting(batch).repeat(per_request)
+    row_begin = counting(len(request)) - (end - per_request).take(request)
+    row_begin *= tile_q
+    num_rows = np.minimum(tile_q, rows.take(request) - row_begin)
+    records = np.empty((len(request), TILE_INTS), np.int32)
+    kv_len = geometry.kv_len.take(request)
+    qo_len = geometry.qo_len.take(request)
     position = kv_len - qo_len
-    kv_end = kv_len
+    kv_end = keys = kv_len
     if span.causal:
-        kv_end = np.minimum(np.maximum(position + (row_begin + num_rows - 1) // group_size + 1, 0), kv_len)
-    tiles[:, 0] = request
-    tiles[:, 1] = geometry.q_begin[request]
-    tiles[:, 2] = row_begin
-    tiles[:, 3] = num_rows
-    tiles[:, 4] = 0 if span.window_left < 0 else _first_key(position + row_begin // group_size, kv_end, kv_tile, span.window_left)
-    tiles[:, 5] = kv_end
-    tiles[:, 6] = kv_len
-    tiles[:, 7] = geometry.kv_base[request]
-    tiles[:, 8] = qo_len
-    tiles[:, 9] = -1
-    tiles[:, 10] = 0
-    tiles[:, 11] = 0 if mask_begin is None else mask_begin[request]
-    return tiles
+        # One past the position of the tile's last row; a query before all keys sees none.
+        seen = row_begin + num_rows
+        seen -= scalar(1)
+        seen //= group
+        seen += position
+        seen += scalar(1)
+        kv_end = keys = np.minimum(np.maximum(seen, scalar(0), out=seen), kv_len, out=seen)
+    records[:, 4] = 0
+    if span.window_left >= 0:
+        kv_begin = _first_key(position + row_begin // group, kv_end, kv_tile, span.window_left)
+        records[:, 4] = kv_begin
+        keys = kv_end - kv_begin
+    records[:, 0] = request
+    records[:, 1] = geometry.q_begin.take(request)
+    records[:, 2] = row_begin
+    records[:, 3] = num_rows
+    records[:, 5] = kv_end
+    records[:, 6] = kv_len
+    records[:, 7] = geometry.kv_base.take(request)
+    records[:, 8] = qo_len
+    records[:, 9] = -1
+    records[:, 10] = 0
+    records[:, 11] = 0 if mask_begin is None else mask_begin[request]
+    return _measured(records, keys, None)
 
 
 def _one_tile_each(
     geometry: BatchGeometry, qo_len: int, group_size: int, kv_tile: int, span: KeySpan, mask_begin: npt.NDArray[np.int64] | None
-) -> npt.NDArray[np.int32]:
+) -> Tiles:
     """Tiles of requests that have one each, and as many queries: decode. Causal or not, the last query sees every key."""
-    tiles = _tile_template(geometry.batch_size, qo_len, group_size).copy()
+    records = _tile_template(room_for(geometry.batch_size), qo_len, group_size)[: geometry.batch_size].copy()
     kv_len = geometry.kv_len
-    tiles[:, 1] = geometry.q_begin
-    if span.window_left >= 0:
-        tiles[:, 4] = _first_key(kv_len - qo_len, kv_len, kv_tile, span.window_left)
-    tiles[:, 5] = kv_len
-    tiles[:, 6] = kv_len
-    tiles[:, 7] = geometry.kv_base
+    records[:, 5] = kv_len
+    records[:, 6] = kv_len
+    records[:, 7] = geometry.kv_base
     if mask_begin is not None:
-        tiles[:, 11] = mask_begin
-    return tiles
+        records[:, 11] = mask_begin
+    rows = qo_len * group_size
+    if span.window_left < 0:
+        return Tiles(records, kv_len, geometry.shortest_kv, geometry.longest_kv, rows)
+    kv_begin = _first_key(kv_len - qo_len, kv_len, kv_tile, span.window_left)
+    records[:, 4] = kv_begin
+    return _measured(records, kv_len - kv_begin, rows)
+
+
+def _measured(records: npt.NDArray[np.int32], keys: npt.NDArray[np.int64], uniform_rows: int | None) -> Tiles:
+    shortest, longest = ends(keys) if keys.size else (0, 0)
+    return Tiles(records, keys, shortest, longest, uniform_rows)
 
 
 @lru_cache(maxsize=16)
 def _tile_template(batch: int, qo_len: int, group_size: int) -> npt.NDArray[np.int32]:
-    """The fields that follow from the number of requests alone, to copy from; 48 bytes per request are kept."""
+    """The fields that follow from the place in the batch alone, to copy from; 48 bytes per request are kept."""
     tiles = np.zeros((batch, TILE_INTS), np.int32)
     tiles[:, 0] = counting(batch)
+    tiles[:, 1] = counting(batch) * qo_len
     tiles[:, 3] = qo_len * group_size
     tiles[:, 8] = qo_len
     tiles[:, 9] = -1
@@ -158,15 +193,16 @@ def _first_key(position: npt.NDArray[np.int64], kv_end: npt.NDArray[np.int64], k
     return begin
 
 
-def tile_iterations(tiles: npt.NDArray[np.int32], kv_tile: int) -> npt.NDArray[np.int32]:
-    """Iterations of each tile's units: at least one, so that a tile without keys still gets its zeros written."""
-    return key_iterations(tiles[:, 5] - tiles[:, 4], kv_tile)
+def key_iterations(keys: npt.NDArray[np.int64], kv_tile: int, shortest: int) -> npt.NDArray[np.int64]:
+    """Iterations of tiles of so many keys: at least one, so that a tile without keys still gets its zeros written.
 
-
-def key_iterations(keys: npt.NDArray[np.int32], kv_tile: int) -> npt.NDArray[np.int32]:
-    """The same from the number of keys of each tile."""
-    tile = np.array(kv_tile, np.int32)
-    iterations: npt.NDArray[np.int32] = keys + (tile - _ONE)
-    iterations //= tile
-    np.maximum(iterations, _ONE, out=iterations)
+    Args:
+        keys: keys of each tile.
+        kv_tile: keys per iteration.
+        shortest: least of `keys`.
+    """
+    iterations: npt.NDArray[np.int64] = keys + scalar(kv_tile - 1)
+    iterations //= scalar(kv_tile)
+    if shortest < 1:
+        np.maximum(iterations, scalar(1), out=iterations)
     return iterations

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import sys
+from typing import Any, Self
 
 import numpy as np
 
@@ -44,16 +45,24 @@ class AlignedAllocator:
         WorkspaceError: the buffer is not aligned, or not contiguous.
     """
 
+    __slots__ = ("_allocated", "_buffer", "_capacity", "name")
+
     def __init__(self, buffer: Any = None, name: str = "workspace") -> None:
         self.name = name
         self._buffer = buffer
-        self._capacity: int | None = None
+        self._capacity = sys.maxsize
         self._allocated = 0
         if buffer is not None:
             if not buffer.flags.c_contiguous:
                 raise WorkspaceError(f"{name}: the buffer is strided, a workspace is contiguous")
             check_alignment(buffer, name)
             self._capacity = int(buffer.nbytes)
+
+    def emptied(self) -> Self:
+        """An allocator over the same buffer, which is not checked again, with nothing allocated."""
+        fresh = object.__new__(type(self))
+        fresh.name, fresh._buffer, fresh._capacity, fresh._allocated = self.name, self._buffer, self._capacity, 0
+        return fresh
 
     @property
     def num_allocated_bytes(self) -> int:
@@ -74,19 +83,23 @@ class AlignedAllocator:
         """
         if size < 0:
             raise ArgumentError(f"{name}: cannot allocate {size} bytes")
+        if alignment != WORKSPACE_ALIGNMENT:
+            self._check_alignment(alignment, name)
+        offset = (self._allocated + alignment - 1) & -alignment
+        end = offset + size
+        if end > self._capacity:
+            raise WorkspaceError(
+                f"{self.name} is too small for region {name}: {size} bytes aligned to {alignment} at offset {offset} "
+                f"need {end} bytes, the buffer has {self._capacity} ({max(0, self._capacity - offset)} left)"
+            )
+        self._allocated = end
+        return offset
+
+    def _check_alignment(self, alignment: int, name: str) -> None:
         if alignment < 1 or alignment & (alignment - 1):
             raise ArgumentError(f"{name}: alignment {alignment} is not a power of two")
-        offset = -(-self._allocated // alignment) * alignment
-        if self._capacity is not None:
-            if alignment > WORKSPACE_ALIGNMENT and self._capacity and buffer_address(self._buffer) % alignment:
-                raise WorkspaceError(f"{self.name}: region {name} needs {alignment}-byte alignment, which the buffer's start does not have")
-            if offset + size > self._capacity:
-                raise WorkspaceError(
-                    f"{self.name} is too small for region {name}: {size} bytes aligned to {alignment} at offset {offset} "
-                    f"need {offset + size} bytes, the buffer has {self._capacity} ({max(0, self._capacity - offset)} left)"
-                )
-        self._allocated = offset + size
-        return offset
+        if alignment > WORKSPACE_ALIGNMENT and self._buffer is not None and self._capacity and buffer_address(self._buffer) % alignment:
+            raise WorkspaceError(f"{self.name}: region {name} needs {alignment}-byte alignment, which the buffer's start does not have")
 
     def aligned_alloc(self, size: int, alignment: int, name: str) -> Any:
         """Reserve `size` bytes and return them as a uint8 view of the buffer.

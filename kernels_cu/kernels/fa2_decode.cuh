@@ -8,21 +8,23 @@
 
 static_assert(kCtaTileQ == 16, "This kernel holds one m16 tile of query rows per warp.");
 static_assert(kKvTile % kBlockKeys == 0, "An iteration of the schedule is a whole number of blocks.");
+static_assert(kNumWarps > 0 && (kNumWarps & (kNumWarps - 1)) == 0, "Blocks are dealt to the warps by the low bits of their number.");
 static_assert(kNumStages >= 3, "Two half-blocks are in flight while a third is worked on.");
 static_assert(kSmemBytes == kNumWarps * kNumStages * kSlotBytes + kJoinSlots * sizeof(JoinSpace) + (kQueryInSmem ? kQkSteps * 32 * sizeof(uint4) : 0),
               "decode_smem_bytes in schedule/tiles.py and this kernel must agree.");
 
 // Accumulate the outputs of one block: weights are rounded to the type of the matrix product.
-__device__ __forceinline__ void accumulate_values(WarpState& state, const float (&weights)[2][4], unsigned values, int lane) {
-  unsigned p[4] = {pack_pair<kMmaElement>(weights[0][0], weights[0][1]), pack_pair<kMmaElement>(weights[0][2], weights[0][3]),
-                   pack_pair<kMmaElement>(weights[1][0], weights[1][1]), pack_pair<kMmaElement>(weights[1][2], weights[1][3])};
+__device__ __forceinline__ void accumulate_values(WarpState& state, const float (&weights)[kKeyTiles][4], unsigned values, int lane) {
+  unsigned p[kBlockParts][4];
+#pragma unroll
+  for (int i = 0; i < 2 * kKeyTiles; ++i) p[i / 4][i % 4] = pack_pair<kMmaElement>(weights[i / 2][i % 2 * 2], weights[i / 2][i % 2 * 2 + 1]);
   unsigned lane_rows = values + value_lane_offset(lane);
 #pragma unroll
   for (int group = 0; group < kOutputTiles / 2; ++group) {
-    unsigned b[2][2];
+    unsigned b[kBlockParts][2][2];
     load_values(lane_rows, group, b);
-    mma_m16n8k16(state.o[2 * group], p, b[0][0], b[0][1]);
-    mma_m16n8k16(state.o[2 * group + 1], p, b[1][0], b[1][1]);
+#pragma unroll
+    for (int i = 0; i < 2 * kBlockParts; ++i) mma_m16n8k16(state.o[2 * group + i % 2], p[i / 2], b[i / 2][i % 2][0], b[i / 2][i % 2][1]);
   }
 }
 
@@ -30,7 +32,7 @@ extern "C" __global__ void __launch_bounds__(kNumWarps * 32, 1) attention(const 
   extern __shared__ __align__(128) unsigned char smem[];
   __shared__ JoinRecord records[kJoinRecords];
   __shared__ long long barriers[2];
-  int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
   unsigned ring = smem_address(smem) + warp * kNumStages * kSlotBytes;
   unsigned char* behind_rings = smem + kNumWarps * kNumStages * kSlotBytes;
   JoinQueue queue = {reinterpret_cast<JoinSpace*>(behind_rings), records, smem_address(barriers), warp, lane, 0, -1, 0};
@@ -41,35 +43,40 @@ extern "C" __global__ void __launch_bounds__(kNumWarps * 32, 1) attention(const 
 
   // Half-blocks, keys and values in turn: kNumStages - 1 of them are in flight while one is worked on.
   BlockLoader loader(params, warp, lane);
-#pragma unroll
+#pragma unroll 1
   for (int i = 0; i < kNumStages - 1; ++i) loader.load_half(params, i % 2 == 0, ring + i * kSlotBytes);
   __syncthreads();
 
   constexpr bool kKeysFollowKeys = kNumStages % 2 == 1;
   RingPosition at(ring);
   WorkCursor<false> cursor(params);
-  Tile tile;
-  Segment segment;
-  while (cursor.next(params, tile, segment)) {
-    RowGroup rows(params, tile, segment, lane, query_space, turns);
-    MergeGroup group = load_merge_group(params, segment);
+  BlockDeal deal;
+  bool has_segment;
+  do {
+    Tile tile;
+    Segment segment;
+    MergeGroup group;
     WarpState state;
-    state.clear();
-    for (int key = segment.kv_begin + warp * kBlockKeys; key < segment.kv_end; key += kNumWarps * kBlockKeys) {
-      float logits[2][4];
-      at.wait();
-      loader.load_half(params, kKeysFollowKeys, at.behind());
-      rows.multiply_keys(at.slot, key, lane, logits);
-      rows.finish_logits(params, tile, key, lane, logits);
-      state.absorb(logits, tile.num_rows);
-      at.advance();
-      at.wait();
-      loader.load_half(params, !kKeysFollowKeys, at.behind());
-      accumulate_values(state, logits, at.slot, lane);
-      at.advance();
+    has_segment = cursor.next(params, tile, segment);
+    if (has_segment) {
+      RowGroup rows(params, tile, segment, lane, query_space, turns);
+      group = load_merge_group(params, segment);
+      state.clear();
+      for (int key = deal.first_key(segment, warp); key < segment.kv_end; key += kNumWarps * kBlockKeys) {
+        float logits[kKeyTiles][4];
+        at.wait();
+        loader.load_half(params, kKeysFollowKeys, at.behind());
+        rows.multiply_keys(at.slot, key, lane, logits);
+        rows.finish_logits(params, tile, key, lane, logits);
+        state.absorb(logits, tile.num_rows);
+        at.advance();
+        at.wait();
+        loader.load_half(params, !kKeysFollowKeys, at.behind());
+        accumulate_values(state, logits, at.slot, lane);
+        at.advance();
+      }
+      state.reduce_sums();
     }
-    state.reduce_sums();
-    queue.leave(params, tile, segment, group, state);
-  }
-  queue.drain(params);
+    queue.turn(params, has_segment, tile, segment, group, state);
+  } while (has_segment);
 }

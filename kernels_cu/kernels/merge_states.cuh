@@ -133,7 +133,7 @@ __device__ __forceinline__ float merge_unit(const MergeStatesParams& params, lon
 #pragma unroll
     for (int k = 0; k < kWidth; ++k) sum[k] *= scale;
     Values::store(out + column * Values::kBytes, sum);
-    lse = weight_sum == 0.f ? neg_inf() : joint_max + lg2(weight_sum);
+    lse = weight_sum == 0.f ? neg_inf() : log_sum(joint_max, weight_sum);
   }
   return lse;
 }

@@ -18,6 +18,15 @@ __device__ __forceinline__ float lg2(float x) {
   return y;
 }
 
+// row_max + log2(row_sum), for a positive sum. The sum's exponent is added to the maximum first, both being exact or nearly so, and only
+// the logarithm of what is left, near one, is approximate: lg2 of a sum of 2^10 has an error that a result near zero would show.
+__device__ __forceinline__ float log_sum(float row_max, float row_sum) {
+  // The mantissa is in [sqrt(1/2), sqrt(2)). It comes from a product, so that a sum that is no number or infinite stays one.
+  int exponent = min((__float_as_int(row_sum) - 0x3f3504f3) >> 23, 126);
+  float mantissa = row_sum * __int_as_float((127 - exponent) << 23);
+  return row_max + static_cast<float>(exponent) + lg2(mantissa);
+}
+
 // tanh to float's own precision, which a logit needs that is scaled by the cap again: tanh.approx has 11 bits only. Near zero the
 // formula with one exponential cancels, and an odd polynomial takes its place (fitted on Chebyshev nodes over [0, 0.6], 7e-8).
 __device__ __forceinline__ float tanh_ex2(float x) {

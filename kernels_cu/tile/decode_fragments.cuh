@@ -11,6 +11,7 @@
 constexpr bool kFp8 = kKvBytes == 1;
 constexpr int kQkSteps = kHeadDimQk / 16;
 constexpr int kOutputTiles = kHeadDimVo / 8;
+constexpr int kKeyTiles = kBlockKeys / 8;
 
 // First of the two query dimensions that register pair `half` (0, 1) of k-step `step` holds in lane column `c`.
 // fp8 keys arrive four dimensions to a lane, so there the dimensions of a step are dealt out in fours.
@@ -30,6 +31,13 @@ __device__ __forceinline__ void load_query(const AttentionParams& params, const 
   int g = lane / 4, c = lane % 4;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
+    if (r == 1 && tile.num_rows <= 8) {
+      // Rows 8 to 15 cost nothing where there are none.
+#pragma unroll
+      for (int step = 0; step < kQkSteps; ++step) q[step][1] = q[step][3] = 0u;
+      q_scale[1] = 1.f;
+      continue;
+    }
     bool valid = g + 8 * r < tile.num_rows;
     const unsigned short* source = base + (static_cast<long long>(tile.q_begin) + row[r].token) * params.q_stride_token + row[r].head * params.q_stride_head;
 #pragma unroll
@@ -64,12 +72,12 @@ __device__ __forceinline__ void rotate_query(const Row (&row)[2], const float2* 
 }
 
 // Rotate the key fragments of k-steps `step` and `step + kQkSteps / 2`; the block's first key is at position `key`.
-__device__ __forceinline__ void rotate_keys(const float2* turns, int key, int step, int lane, unsigned (&low)[2][2], unsigned (&high)[2][2]) {
+__device__ __forceinline__ void rotate_keys(const float2* turns, int key, int step, int lane, unsigned (&low)[kKeyTiles][2], unsigned (&high)[kKeyTiles][2]) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     int dim = fragment_dim(step, half, lane % 4);
 #pragma unroll
-    for (int n = 0; n < 2; ++n) {
+    for (int n = 0; n < kKeyTiles; ++n) {
       float position = static_cast<float>(key + 8 * n + lane / 4);
       rotate_pair<kMmaElement>(low[n][half], high[n][half], rope_cos_sin(turns[dim], position), rope_cos_sin(turns[dim + 1], position));
     }
@@ -91,10 +99,12 @@ __device__ __forceinline__ void query_values(const Row& row, const float2* turns
 
 // bf16 query fragments to half, rotated on the way, each row divided by the power of two of its largest element; q_scale undoes it
 // on the logits.
-__device__ __forceinline__ void query_to_half(const Row (&row)[2], const float2* turns, int lane, unsigned (&q)[kQkSteps][4], float (&q_scale)[2]) {
+__device__ __forceinline__ void query_to_half(const Row (&row)[2], const float2* turns, int num_rows, int lane, unsigned (&q)[kQkSteps][4],
+                                              float (&q_scale)[2]) {
   constexpr int kPairSteps = kQkSteps / 2;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
+    if (r == 1 && num_rows <= 8) continue;
     float largest = 0.f;
 #pragma unroll
     for (int i = 0; i < 2 * kPairSteps; ++i) {
@@ -119,43 +129,50 @@ __device__ __forceinline__ void query_to_half(const Row (&row)[2], const float2*
   }
 }
 
-// Where this lane's rows of a block begin in a slot, for load_keys and load_values.
+// Where this lane's rows of a block begin in a slot, for load_keys and load_values. 16-bit fragments of 16 keys take two chunks of a row.
+// fp8 fragments take one, of 32 keys; of a block of 16 keys matrices 2 and 3 repeat the first two.
 __device__ __forceinline__ unsigned key_lane_offset(int lane) {
   int matrix = lane / 8;
-  return kFp8 ? Swizzle<kKRowChunks * 16>::offset(lane % 8 + matrix % 2 * 8, 0) : Swizzle<kKRowChunks * 16>::offset(lane % 8 + matrix / 2 * 8, matrix % 2);
+  return kFp8 ? Swizzle<kKRowChunks * 16>::offset(lane % kBlockKeys, 0) : Swizzle<kKRowChunks * 16>::offset(lane % 8 + matrix / 2 * 8, matrix % 2);
 }
 
 __device__ __forceinline__ unsigned value_lane_offset(int lane) {
-  return Swizzle<kVRowChunks * 16>::offset(lane % 8 + lane / 8 % 2 * 8, kFp8 ? 0 : lane / 16);
+  return kFp8 ? Swizzle<kVRowChunks * 16>::offset(lane % kBlockKeys, 0) : Swizzle<kVRowChunks * 16>::offset(lane % 16, lane / 16);
 }
 
 // Key fragments of one k-step: b[n][0..1] for keys 8n .. 8n + 7 of the block. `lane_rows` is the slot plus key_lane_offset.
-__device__ __forceinline__ void load_keys(unsigned lane_rows, int step, unsigned (&b)[2][2]) {
+__device__ __forceinline__ void load_keys(unsigned lane_rows, int step, unsigned (&b)[kKeyTiles][2]) {
   unsigned r[4];
   if constexpr (!kFp8) {
-    ldmatrix_x4(r, Swizzle<kKRowChunks * 16>::advance(lane_rows, 2 * step));
-    b[0][0] = r[0], b[0][1] = r[1], b[1][0] = r[2], b[1][1] = r[3];
+#pragma unroll
+    for (int part = 0; part < kBlockParts; ++part) {
+      ldmatrix_x4(r, Swizzle<kKRowChunks * 16>::advance(Swizzle<kKRowChunks * 16>::advance_rows(lane_rows, part * kPartKeys), 2 * step));
+      b[2 * part][0] = r[0], b[2 * part][1] = r[1], b[2 * part + 1][0] = r[2], b[2 * part + 1][1] = r[3];
+    }
   } else {
-    // One 16-byte chunk is a whole k-step; matrices 2 and 3 repeat the first two.
     ldmatrix_x4(r, Swizzle<kKRowChunks * 16>::advance(lane_rows, step));
 #pragma unroll
-    for (int n = 0; n < 2; ++n) b[n][0] = fp8_pair_to_half(r[n]), b[n][1] = fp8_pair_to_half(r[n] >> 16);
+    for (int n = 0; n < kKeyTiles; ++n) b[n][0] = fp8_pair_to_half(r[n]), b[n][1] = fp8_pair_to_half(r[n] >> 16);
   }
 }
 
-// Value fragments of 16 output dimensions: b[n][0..1] for output tile 2 * group + n. `lane_rows` is the slot plus value_lane_offset.
-__device__ __forceinline__ void load_values(unsigned lane_rows, int group, unsigned (&b)[2][2]) {
+// Value fragments of 16 output dimensions: b[part][n][0..1] for 16 keys and output tile 2 * group + n. `lane_rows` is the slot plus
+// value_lane_offset.
+__device__ __forceinline__ void load_values(unsigned lane_rows, int group, unsigned (&b)[kBlockParts][2][2]) {
   unsigned r[4];
   if constexpr (!kFp8) {
-    ldmatrix_x4_trans(r, Swizzle<kVRowChunks * 16>::advance(lane_rows, 2 * group));
-    b[0][0] = r[0], b[0][1] = r[1], b[1][0] = r[2], b[1][1] = r[3];
+#pragma unroll
+    for (int part = 0; part < kBlockParts; ++part) {
+      ldmatrix_x4_trans(r, Swizzle<kVRowChunks * 16>::advance(Swizzle<kVRowChunks * 16>::advance_rows(lane_rows, part * kPartKeys), 2 * group));
+      b[part][0][0] = r[0], b[part][0][1] = r[1], b[part][1][0] = r[2], b[part][1][1] = r[3];
+    }
   } else {
     // A 16-bit unit is two neighbouring dimensions: even ones feed tile 2 * group, odd ones the next.
     ldmatrix_x4_trans(r, Swizzle<kVRowChunks * 16>::advance(lane_rows, group));
 #pragma unroll
-    for (int k = 0; k < 2; ++k) {
-      b[0][k] = fp8_pair_to_half(__byte_perm(r[k], 0, 0x4420));
-      b[1][k] = fp8_pair_to_half(__byte_perm(r[k], 0, 0x4431));
+    for (int k = 0; k < kKeyTiles; ++k) {
+      b[k / 2][0][k % 2] = fp8_pair_to_half(__byte_perm(r[k], 0, 0x4420));
+      b[k / 2][1][k % 2] = fp8_pair_to_half(__byte_perm(r[k], 0, 0x4431));
     }
   }
 }

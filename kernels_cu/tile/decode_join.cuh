@@ -21,30 +21,26 @@ struct JoinRecord {
   MergeGroup group;
 };
 
-// Rows g and g + 8 over all warps: how much each warp counts, and how the rows finish.
-template <int kRows>
-struct JoinedRows {
-  float weight[kNumWarps][kRows];
-  RowFinish finish[kRows];
+// One row over all warps: how much each warp counts, and how the row finishes.
+struct JoinedRow {
+  float weight[kNumWarps];
+  RowFinish finish;
 
-  __device__ __forceinline__ JoinedRows(const AttentionParams& params, const JoinRecord& record, const JoinSpace& space, int g) {
+  __device__ __forceinline__ JoinedRow(const AttentionParams& params, const JoinRecord& record, const JoinSpace& space, int row_in_tile) {
+    float joint_max = neg_inf();
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      float joint_max = neg_inf();
+    for (int w = 0; w < kNumWarps; ++w) joint_max = fmaxf(joint_max, weight[w] = space.row_max[w][row_in_tile]);
+    float reference = joint_max == neg_inf() ? 0.f : joint_max;
+    float joint_sum = 0.f;
 #pragma unroll
-      for (int w = 0; w < kNumWarps; ++w) joint_max = fmaxf(joint_max, weight[w][r] = space.row_max[w][g + 8 * r]);
-      float reference = joint_max == neg_inf() ? 0.f : joint_max;
-      float joint_sum = 0.f;
-#pragma unroll
-      for (int w = 0; w < kNumWarps; ++w) {
-        weight[w][r] = ex2(weight[w][r] - reference);
-        joint_sum += space.row_sum[w][g + 8 * r] * weight[w][r];
-      }
-      int kv_head = record.segment.kv_head;
-      finish[r] = record.segment.group < 0 && g + 8 * r < record.tile.num_rows
-                      ? finish_row(params, make_row(params, record.tile, kv_head, g + 8 * r), kv_head, joint_max, joint_sum)
-                      : finish_part(joint_max, joint_sum);
+    for (int w = 0; w < kNumWarps; ++w) {
+      weight[w] = ex2(weight[w] - reference);
+      joint_sum += space.row_sum[w][row_in_tile] * weight[w];
     }
+    int kv_head = record.segment.kv_head;
+    finish = record.segment.group < 0 && row_in_tile < record.tile.num_rows
+                 ? finish_row(params, make_row(params, record.tile, kv_head, row_in_tile), kv_head, joint_max, joint_sum)
+                 : finish_part(joint_max, joint_sum);
   }
 };
 
@@ -85,36 +81,37 @@ __device__ __forceinline__ void transform_columns(const AttentionParams& params,
 }
 
 // Sum the columns over the warps, in order, and write them: each warp takes every kNumWarps-th group of 16.
-template <int kRows>
 __device__ __forceinline__ void write_joined(const AttentionParams& params, const JoinRecord& record, const JoinSpace& space, int warp, int lane) {
-  int g = lane / 4, c = lane % 4;
-  JoinedRows<kRows> joined(params, record, space, g);
-  for (int group = warp; group < kColumnGroups; group += kNumWarps) {
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
+  int c = lane % 4;
+  bool is_part = record.segment.group >= 0;
+  // One body for rows g and rows g + 8: instructions are fetched from memory too, and this end of a segment is run once.
+#pragma unroll 1
+  for (int r = 0; 8 * r < record.tile.num_rows; ++r) {
+    int row_in_tile = lane / 4 + 8 * r;
+    bool exists = row_in_tile < record.tile.num_rows;
+    JoinedRow joined(params, record, space, row_in_tile);
+#pragma unroll 1
+    for (int group = warp; group < kColumnGroups; group += kNumWarps) {
       float columns[2][2] = {};
 #pragma unroll
       for (int w = 0; w < kNumWarps; ++w) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
 #pragma unroll
-          for (int j = 0; j < 2; ++j) columns[half][j] += space.columns[w][group * 8 + half * 4 + 2 * r + j][lane] * joined.weight[w][r];
+          for (int j = 0; j < 2; ++j) columns[half][j] += space.columns[w][group * 8 + half * 4 + 2 * r + j][lane] * joined.weight[w];
         }
       }
 #pragma unroll
-      for (int j = 0; j < 2; ++j) columns[0][j] *= joined.finish[r].scale, columns[1][j] *= joined.finish[r].scale;
-      if constexpr (kUserOutput) transform_columns(params, record, g + 8 * r, group, c, columns);
-      if (g + 8 * r < record.tile.num_rows) write_columns(params, record, g + 8 * r, group, c, columns[0], columns[1]);
+      for (int j = 0; j < 2; ++j) columns[0][j] *= joined.finish.scale, columns[1][j] *= joined.finish.scale;
+      if constexpr (kUserOutput) transform_columns(params, record, row_in_tile, group, c, columns);
+      if (exists) write_columns(params, record, row_in_tile, group, c, columns[0], columns[1]);
     }
-  }
-  // Every warp stores the log-sum-exps of a part: they must arrive with its columns.
-#pragma unroll
-  for (int r = 0; r < kRows; ++r) {
-    if (c != 0 || g + 8 * r >= record.tile.num_rows) continue;
-    if (record.segment.group >= 0) {
-      params.partial_lse[part_row(record.group, record.tile, record.segment) + g + 8 * r] = joined.finish[r].lse;
+    if (c != 0 || !exists) continue;
+    // Every warp stores the log-sum-exps of a part: they must arrive with its columns.
+    if (is_part) {
+      params.partial_lse[part_row(record.group, record.tile, record.segment) + row_in_tile] = joined.finish.lse;
     } else if (warp == 0) {
-      store_lse(params, record.tile, make_row(params, record.tile, record.segment.kv_head, g + 8 * r), joined.finish[r].lse);
+      store_lse(params, record.tile, make_row(params, record.tile, record.segment.kv_head, row_in_tile), joined.finish.lse);
     }
   }
 }
@@ -122,9 +119,9 @@ __device__ __forceinline__ void write_joined(const AttentionParams& params, cons
 // Records in use at a time: a warp looks at segment n's last when it writes segment n + 1, and may be one segment behind another.
 constexpr int kJoinRecords = 4;
 
-// The segments of a CTA on their way out. The barrier of segment n ends a phase when every warp has left its state there, which
-// also says that every warp has written segment n - 1. Each warp announces and merges its own columns of a merge group, with
-// a counter of its own: no warp waits for another's stores.
+// The segments of a CTA on their way out. The barrier of segment n ends a phase when every warp has left its state there. With two
+// spaces a warp writes segment n - 1 before it arrives there for n, so that the phase also says that the other space is free.
+// Each warp announces and merges its own columns of a merge group, with a counter of its own: no warp waits for another's stores.
 struct JoinQueue {
   JoinSpace* spaces;
   JoinRecord* records;
@@ -138,11 +135,38 @@ struct JoinQueue {
     for (int i = 0; i < 2; ++i) mbarrier_init(barriers + 8 * i, kNumWarps);
   }
 
-  // Leave this warp's state behind, and write out the segment before.
-  __device__ __forceinline__ void leave(const AttentionParams& params, const Tile& tile, const Segment& segment, const MergeGroup& group,
-                                        const WarpState& state) {
-    if (kJoinSlots == 2 && count > 0) write(params, count - 1);
-    if (kJoinSlots == 1) __syncthreads();  // the only space may still be read
+  // Leave this warp's state of the segment behind, if there is one, and write out the segment whose turn it is: the one before, so
+  // that no warp waits, or with one space the same one. Without a segment, all that is left is written.
+  __device__ __forceinline__ void turn(const AttentionParams& params, bool has_segment, const Tile& tile, const Segment& segment, const MergeGroup& group,
+                                       const WarpState& state) {
+    constexpr bool kOneSpace = kJoinSlots == 1;
+    int outgoing = kOneSpace ? count : count - 1;
+    bool has_outgoing = kOneSpace ? has_segment : count > 0;
+    if (!kOneSpace && has_outgoing) wait(outgoing);
+    if (has_segment) {
+      if (kOneSpace) __syncthreads();  // the only space may still be read
+      leave(tile, segment, group, state);
+      if (kOneSpace) arrive(), wait(outgoing);
+    }
+    do {
+      merge_if_last(params);
+      if (!has_outgoing) break;
+      write(params, outgoing);
+      has_outgoing = false;
+    } while (!has_segment);
+    if (!kOneSpace && has_segment) arrive();
+    ++count;
+  }
+
+ private:
+  __device__ __forceinline__ void wait(int n) const { mbarrier_wait(barriers + n % 2 * 8, n / 2 % 2); }
+
+  __device__ __forceinline__ void arrive() const {
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(barriers + count % 2 * 8);
+  }
+
+  __device__ __forceinline__ void leave(const Tile& tile, const Segment& segment, const MergeGroup& group, const WarpState& state) const {
     JoinSpace& space = spaces[count % kJoinSlots];
 #pragma unroll
     for (int n = 0; n < kOutputTiles; ++n) {
@@ -156,31 +180,13 @@ struct JoinQueue {
       for (int r = 0; r < 2; ++r) space.row_max[warp][lane / 4 + 8 * r] = state.row_max[r], space.row_sum[warp][lane / 4 + 8 * r] = state.row_sum[r];
     }
     if (threadIdx.x == 0) records[count % kJoinRecords] = {tile, segment, group};
-    __syncwarp();
-    if (lane == 0) mbarrier_arrive(barriers + count % 2 * 8);
-    ++count;
-    if (kJoinSlots == 1) write(params, count - 1);
   }
 
-  // Write out what is left.
-  __device__ __forceinline__ void drain(const AttentionParams& params) {
-    if (kJoinSlots == 2 && count > 0) write(params, count - 1);
-    merge_if_last(params);
-  }
-
- private:
-  // Wait until every warp has left segment n behind, and write this warp's columns of it.
+  // Write this warp's columns of segment n, which every warp has left behind.
   __device__ __forceinline__ void write(const AttentionParams& params, int n) {
-    merge_if_last(params);
-    mbarrier_wait(barriers + n % 2 * 8, n / 2 % 2);
     if (warp >= kColumnGroups) return;
     const JoinRecord& record = records[n % kJoinRecords];
-    const JoinSpace& space = spaces[n % kJoinSlots];
-    if (record.tile.num_rows <= 8) {
-      write_joined<1>(params, record, space, warp, lane);
-    } else {
-      write_joined<2>(params, record, space, warp, lane);
-    }
+    write_joined(params, record, spaces[n % kJoinSlots], warp, lane);
     if (record.segment.group < 0) return;
     __syncwarp();
     announced = n;
@@ -196,6 +202,7 @@ struct JoinQueue {
     fence_acquire();
     // Leave the counter as the plan set it, so that the next run finds it zero.
     if (lane == 0) *arrival_counter(params, record.segment, warp) = 0;
+#pragma unroll 1
     for (int group = warp; group < kColumnGroups; group += kNumWarps) {
       merge_columns<16>(params, record.tile, record.segment, record.group, group * 16, lane, 32);
     }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Logits of a 16-row tile against one block of 16 keys, in the log2 domain, masked.
+// Logits of a 16-row tile against one block of keys, in the log2 domain, masked.
 #pragma once
 
 #include "ptx/math.cuh"
@@ -30,7 +30,7 @@ struct RowGroup {
     unsigned loaded[kQkSteps][4];
     load_query(params, tile, row, lane, loaded, q_scale);
     if constexpr (kFp8 && kQElement == Element::kBfloat16) {
-      query_to_half(row, turns, lane, loaded, q_scale);
+      query_to_half(row, turns, tile.num_rows, lane, loaded, q_scale);
     } else if constexpr (kPosEncoding == PosEncoding::kRopeLlama) {
       rotate_query(row, turns, lane, loaded);
     }
@@ -75,14 +75,14 @@ struct RowGroup {
   }
 
   // logits[n][2r + j]: row g + 8r, key 8n + 2c + j of the block that begins with `key`; not scaled yet.
-  __device__ __forceinline__ void multiply_keys(unsigned keys, int key, int lane, float (&logits)[2][4]) const {
+  __device__ __forceinline__ void multiply_keys(unsigned keys, int key, int lane, float (&logits)[kKeyTiles][4]) const {
 #pragma unroll
-    for (int n = 0; n < 2; ++n) logits[n][0] = logits[n][1] = logits[n][2] = logits[n][3] = 0.f;
+    for (int n = 0; n < kKeyTiles; ++n) logits[n][0] = logits[n][1] = logits[n][2] = logits[n][3] = 0.f;
     unsigned lane_rows = keys + key_lane_offset(lane);
     if constexpr (kPosEncoding == PosEncoding::kRopeLlama) {
 #pragma unroll kStepsAtOnce
       for (int step = 0; step < kQkSteps / 2; ++step) {
-        unsigned low[2][2], high[2][2];
+        unsigned low[kKeyTiles][2], high[kKeyTiles][2];
         load_keys(lane_rows, step, low);
         load_keys(lane_rows, step + kQkSteps / 2, high);
         rotate_keys(turns, key, step, lane, low, high);
@@ -92,25 +92,25 @@ struct RowGroup {
     } else {
 #pragma unroll kStepsAtOnce
       for (int step = 0; step < kQkSteps; ++step) {
-        unsigned b[2][2];
+        unsigned b[kKeyTiles][2];
         load_keys(lane_rows, step, b);
         multiply_step(step, b, logits);
       }
     }
   }
 
-  __device__ __forceinline__ void multiply_step(int step, const unsigned (&b)[2][2], float (&logits)[2][4]) const {
+  __device__ __forceinline__ void multiply_step(int step, const unsigned (&b)[kKeyTiles][2], float (&logits)[kKeyTiles][4]) const {
     unsigned a[4];
     query_step(step, a);
-    mma_m16n8k16(logits[0], a, b[0][0], b[0][1]);
-    mma_m16n8k16(logits[1], a, b[1][0], b[1][1]);
+#pragma unroll
+    for (int n = 0; n < kKeyTiles; ++n) mma_m16n8k16(logits[n], a, b[n][0], b[n][1]);
   }
 
   // Scale, transform, cap, bias and mask the logits of the block that begins with `key`.
-  __device__ __forceinline__ void finish_logits(const AttentionParams& params, const Tile& tile, int key, int lane, float (&logits)[2][4]) const {
+  __device__ __forceinline__ void finish_logits(const AttentionParams& params, const Tile& tile, int key, int lane, float (&logits)[kKeyTiles][4]) const {
     bool mask = kCustomMask || kUserMask || key < all_see_from || key + kBlockKeys - 1 > all_see_to;
 #pragma unroll
-    for (int n = 0; n < 2; ++n) {
+    for (int n = 0; n < kKeyTiles; ++n) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         if (i >= 2 && tile.num_rows <= 8) continue;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The private K/V ring of one warp: blocks of 16 keys stream through it by halves, across segment and request boundaries.
+// The private K/V ring of one warp: blocks of keys stream through it by halves, across segment and request boundaries.
 #pragma once
 
 #include "ptx/cp_async.cuh"
@@ -9,7 +9,8 @@
 #include "tile/swizzle.cuh"
 #include "tile/rows.cuh"
 
-constexpr int kBlockKeys = 16;
+// A block is one or two parts of 16 keys, the keys of one k-step of the product with values.
+constexpr int kPartKeys = 16, kBlockParts = kBlockKeys / kPartKeys;
 constexpr int kKRowChunks = kHeadDimQk * kKvBytes / 16;
 constexpr int kVRowChunks = kHeadDimVo * kKvBytes / 16;
 // A slot of the ring holds the keys of one block, or its values.
@@ -19,22 +20,38 @@ constexpr int kSlotBytes = kBlockKeys * 16 * (kKRowChunks > kVRowChunks ? kKRowC
 constexpr int kKRowsAtOnce = 32 % kKRowChunks == 0 ? 32 / kKRowChunks : 0;
 constexpr int kVRowsAtOnce = 32 % kVRowChunks == 0 ? 32 / kVRowChunks : 0;
 
+// Blocks are dealt to the warps in turn, on and on over the segments of a CTA: a segment begins with the warp after the one that had
+// the last block of the segment before, so that uneven ends do not add up on the same warps.
+struct BlockDeal {
+  unsigned num_dealt = 0;
+
+  // First key of this warp's first block of the next segment, or a key past the segment's end.
+  __device__ __forceinline__ int first_key(const Segment& segment, int warp) {
+    int key = segment.kv_begin + static_cast<int>((warp - num_dealt) % kNumWarps) * kBlockKeys;
+    num_dealt += (segment.kv_end - segment.kv_begin + kBlockKeys - 1) / kBlockKeys;
+    return key;
+  }
+};
+
 // Runs ahead of the arithmetic. Page ids are loaded one block before the copies that need them, so that no copy waits for one.
-// A block inside one page, all of whose keys are seen, is copied by stepping from row to row. Any other is addressed key by key.
+// Where parts lie inside one page each, a block is copied by stepping from row to row; elsewhere it is addressed key by key.
 struct BlockLoader {
   WorkCursor<true> cursor;
+  BlockDeal deal;
   Tile tile;
   Segment segment;
   int warp, lane;
   int key;            // first key of the next block, past the end when there is none
-  bool active, plain;
-  bool pages_hold_blocks;
-  KvSlot slot;        // plain: of the block's first key; else of key `key + lane % 16`
+  bool active;
+  bool by_part;            // parts lie inside one page each
+  bool whole;              // every key of the block is seen
+  int pages[kBlockParts];  // by part: of each part's first key; else the first one of key `key + lane % kBlockKeys`
+  int slot;                // of the same key in the first of these pages
 
   __device__ __forceinline__ BlockLoader(const AttentionParams& params, int warp_idx, int lane_idx)
       : cursor(params), warp(warp_idx), lane(lane_idx), key(0), active(true) {
     segment.kv_end = 0;
-    pages_hold_blocks = !kPaged || params.page_size % kBlockKeys == 0;
+    by_part = kKRowsAtOnce > 0 && kVRowsAtOnce > 0 && (!kPaged || params.page_size % kPartKeys == 0);
     seek(params);
   }
 
@@ -61,12 +78,25 @@ struct BlockLoader {
     while (key >= segment.kv_end) {
       active = cursor.next(params, tile, segment);
       if (!active) return;
-      key = segment.kv_begin + warp * kBlockKeys;
+      key = deal.first_key(segment, warp);
       if (warp == 0) prefetch_query(params);
     }
-    plain = kKRowsAtOnce > 0 && kVRowsAtOnce > 0 && pages_hold_blocks && is_seen(key) && is_seen(key + kBlockKeys - 1);
-    int own_key = plain ? key : key + (lane & 15);
-    if (is_seen(own_key)) slot = kv_slot(params, tile, own_key);
+    whole = key >= segment.first_seen && key + kBlockKeys <= segment.kv_end;
+    int own_key = by_part ? key : key + lane % kBlockKeys;
+    if (!by_part && !is_seen(own_key)) return;
+    if constexpr (kPaged) {
+      int page_idx = divide(own_key, params.by_page_size);
+      slot = own_key - page_idx * params.page_size;
+      const int* ids = params.page_indices + tile.kv_base + page_idx;
+      pages[0] = __ldg(ids);
+#pragma unroll
+      for (int part = 1; part < kBlockParts; ++part) {
+        // The same page again, or the next one; chosen by the address, for a choice by value would wait for the load.
+        if (by_part && key + part * kPartKeys < segment.kv_end) pages[part] = __ldg(ids + (slot + part * kPartKeys >= params.page_size));
+      }
+    } else {
+      slot = tile.kv_base + own_key;
+    }
   }
 
   // The query is read when the arithmetic gets to the segment: have it in L2 by then.
@@ -78,42 +108,71 @@ struct BlockLoader {
     for (int dim = lane < 16 ? 0 : 64; dim < kHeadDimQk; dim += 128) prefetch_l2(q + dim);
   }
 
+  // A row of this head, `chunk` chunks of 16 bytes into it. Strides are whole chunks, and fewer than 2^32 of them.
   template <bool kIsK>
-  __device__ __forceinline__ long long row_offset(const AttentionParams& params, KvSlot at) const {
-    return kIsK ? k_row_offset(params, at, segment.kv_head) : v_row_offset(params, at, segment.kv_head);
+  __device__ __forceinline__ const char* row_address(const AttentionParams& params, int page, int slot_in_page, int chunk) const {
+    constexpr int kChunkElements = 16 / kKvBytes;
+    auto chunks = [](long long stride) { return static_cast<unsigned>(stride / kChunkElements); };
+    auto times = [](int index, unsigned stride) { return static_cast<unsigned long long>(static_cast<unsigned>(index)) * stride; };
+    unsigned long long offset = times(slot_in_page, chunks(kIsK ? params.k_stride_token : params.v_stride_token)) +
+                                times(segment.kv_head, chunks(kIsK ? params.k_stride_head : params.v_stride_head)) + chunk;
+    if constexpr (kPaged) offset += times(page, chunks(kIsK ? params.k_stride_page : params.v_stride_page));
+    return static_cast<const char*>(kIsK ? params.k : params.v) + offset * 16;
   }
 
   template <bool kIsK>
   __device__ __forceinline__ void copy(const AttentionParams& params, unsigned slot_address) const {
-    constexpr int kRowChunks = kIsK ? kKRowChunks : kVRowChunks, kRowsAtOnce = kIsK ? kKRowsAtOnce : kVRowsAtOnce;
-    const char* base = static_cast<const char*>(kIsK ? params.k : params.v);
     if constexpr (kKRowsAtOnce > 0 && kVRowsAtOnce > 0) {
-      if (plain) {
-        int row = lane / kRowChunks, chunk = lane % kRowChunks;
-        const char* source = base + row_offset<kIsK>(params, {slot.page, slot.slot + row}) + chunk * 16;
-        long long step_bytes = (kIsK ? params.k_stride_token : params.v_stride_token) * (kRowsAtOnce * kKvBytes);
-        unsigned target = slot_address + Swizzle<kRowChunks * 16>::offset(row, chunk);
-#pragma unroll
-        for (int first = 0; first < kBlockKeys; first += kRowsAtOnce) {
-          cp_async_16(Swizzle<kRowChunks * 16>::advance_rows(target, first), source);
-          source += step_bytes;
+      if (by_part) {
+        if (whole) {
+          copy_by_part<kIsK, true>(params, slot_address);
+        } else {
+          copy_by_part<kIsK, false>(params, slot_address);
         }
         return;
       }
     }
-    copy_by_key<kRowChunks>(base, slot_address, is_seen(key + (lane & 15)) ? row_offset<kIsK>(params, slot) : -1);
+    bool seen = is_seen(key + lane % kBlockKeys);
+    const char* row_of_key = row_address<kIsK>(params, kPaged ? pages[0] : 0, slot, 0);
+    copy_by_key<kIsK ? kKRowChunks : kVRowChunks>(seen ? row_of_key : static_cast<const char*>(kIsK ? params.k : params.v), slot_address,
+                                                  __ballot_sync(0xffffffffu, seen));
   }
 
-  // `offset` is that of key `key + lane % 16`'s row, or -1 for a key that no row sees, which becomes zeros.
+  // Unless the block is whole, keys that no row sees become zeros. Their pages may not exist; a copy of no bytes does not look.
+  template <bool kIsK, bool kWhole>
+  __device__ __forceinline__ void copy_by_part(const AttentionParams& params, unsigned slot_address) const {
+    constexpr int kRowChunks = kIsK ? kKRowChunks : kVRowChunks, kRowsAtOnce = kIsK ? kKRowsAtOnce : kVRowsAtOnce;
+    int row = lane / kRowChunks, chunk = lane % kRowChunks;
+    long long step_bytes = (kIsK ? params.k_stride_token : params.v_stride_token) * (kRowsAtOnce * kKvBytes);
+    unsigned target = slot_address + Swizzle<kRowChunks * 16>::offset(row, chunk);
+#pragma unroll
+    for (int part = 0; part < kBlockParts; ++part) {
+      // Part 1 lies behind part 0 in its page, or begins the next one.
+      int first_slot = !kPaged || part == 0 || slot + part * kPartKeys < params.page_size ? slot + part * kPartKeys : 0;
+      const char* source = row_address<kIsK>(params, kPaged ? pages[part] : 0, first_slot + row, chunk);
+#pragma unroll
+      for (int first = 0; first < kPartKeys; first += kRowsAtOnce) {
+        unsigned to = Swizzle<kRowChunks * 16>::advance_rows(target, part * kPartKeys + first);
+        if constexpr (kWhole) {
+          cp_async_16(to, source);
+        } else {
+          cp_async_16(to, source, is_seen(key + part * kPartKeys + first + row));
+        }
+        source += step_bytes;
+      }
+    }
+  }
+
+  // `row_of_key` is the row of key `key + lane % kBlockKeys`. Keys that no row sees, whose bits in `seen` are 0, become zeros.
   template <int kRowChunks>
-  __device__ __forceinline__ void copy_by_key(const char* base, unsigned slot_address, long long offset) const {
+  __device__ __forceinline__ void copy_by_key(const char* row_of_key, unsigned slot_address, unsigned seen) const {
     static_assert(kBlockKeys * kRowChunks % 32 == 0, "a block is copied by whole warps");
 #pragma unroll
     for (int step = 0; step < kBlockKeys * kRowChunks / 32; ++step) {
       int idx = step * 32 + lane;
       int row = idx / kRowChunks, chunk = idx % kRowChunks;
-      long long row_offset = __shfl_sync(0xffffffffu, offset, row);
-      cp_async_16(slot_address + Swizzle<kRowChunks * 16>::offset(row, chunk), base + (row_offset < 0 ? 0 : row_offset + chunk * 16), row_offset >= 0);
+      const char* source = reinterpret_cast<const char*>(__shfl_sync(0xffffffffu, reinterpret_cast<unsigned long long>(row_of_key), row)) + chunk * 16;
+      cp_async_16(slot_address + Swizzle<kRowChunks * 16>::offset(row, chunk), source, seen >> row & 1);
     }
   }
 };

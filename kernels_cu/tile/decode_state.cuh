@@ -19,14 +19,17 @@ struct WarpState {
   }
 
   // Rescale to the new maxima; `logits` become weights 2^(logit - max). Rows 8 to 15 are left out when `num_rows` says that there are none.
-  __device__ __forceinline__ void absorb(float (&logits)[2][4], int num_rows) {
+  __device__ __forceinline__ void absorb(float (&logits)[kKeyTiles][4], int num_rows) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       if (r == 1 && num_rows <= 8) {
-        logits[0][2] = logits[0][3] = logits[1][2] = logits[1][3] = 0.f;
+#pragma unroll
+        for (int n = 0; n < kKeyTiles; ++n) logits[n][2] = logits[n][3] = 0.f;
         continue;
       }
-      float largest = fmaxf(fmaxf(logits[0][2 * r], logits[0][2 * r + 1]), fmaxf(logits[1][2 * r], logits[1][2 * r + 1]));
+      float largest = fmaxf(logits[0][2 * r], logits[0][2 * r + 1]);
+#pragma unroll
+      for (int n = 1; n < kKeyTiles; ++n) largest = fmaxf(largest, fmaxf(logits[n][2 * r], logits[n][2 * r + 1]));
       largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
       largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
       float new_max = fmaxf(row_max[r], largest);
@@ -36,7 +39,7 @@ struct WarpState {
       row_max[r] = new_max;
       row_sum[r] *= rescale;
 #pragma unroll
-      for (int n = 0; n < 2; ++n) {
+      for (int n = 0; n < kKeyTiles; ++n) {
 #pragma unroll
         for (int j = 2 * r; j < 2 * r + 2; ++j) {
           logits[n][j] = ex2(logits[n][j] - reference);

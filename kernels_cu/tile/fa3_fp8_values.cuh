@@ -7,7 +7,7 @@
 #include "tile/fa3_producer.cuh"
 
 // 16-byte chunks that a lane has in flight on their way from one tile to the other.
-constexpr int kTurnBatch = kFewRegisters ? 2 : 4;
+constexpr int kTurnBatch = !kFewRegisters ? 4 : kHeadDimQk > 128 ? 1 : 2;
 static_assert(kHeadDimVo / 16 % kTurnBatch == 0, "batches run along a row");
 
 // Keys of a copied tile that no row sees or that do not exist become zeros: they hold any bits at all, and 0 * NaN is NaN.
@@ -61,7 +61,6 @@ struct ValueTiles {
   unsigned slot = 0;   // of the segment
   bool begun = false;  // it has been read, and key_begin is the first key of its next tile
   int key_begin;
-  BoxOrigin origin;
 
   __device__ __forceinline__ ValueTiles(const Fa3Params& params, const Shared& shared) : params(params), shared(shared) {}
 
@@ -76,17 +75,11 @@ struct ValueTiles {
         if (!may_wait && !__all_sync(kFullWarp, mbarrier_test(shared.barrier(kWorkFull + slot % kWorkSlots), slot / kWorkSlots & 1))) return false;
         if (!wait_for_work(shared, slot).valid) return false;
         begun = true, key_begin = work().segment.kv_begin;
-        origin = BoxOrigin(params, work(), key_begin);
       }
       if (key_begin < work().segment.kv_end) return true;
       release_work(shared, slot++);
       begun = false;
     }
-  }
-  __device__ __forceinline__ void advance() {
-    key_begin += kKvTile;
-    // The page table is read one tile ahead.
-    origin = BoxOrigin(params, work(), key_begin);
   }
 };
 
@@ -104,9 +97,9 @@ __device__ __forceinline__ void produce_turned_v(const Fa3Params& params, const 
         shared.control->copied[num_copied % kNumStages] = {tiles.work().segment.first_seen - tiles.key_begin,
                                                            tiles.work().tile.kv_len - tiles.key_begin};
       }
-      copy_tile<kVoBlocks>(params, params.v, shared.v_copy(num_copied), shared.barrier(kVCopied + num_copied % kNumStages), tiles.origin,
+      copy_tile<kVoBlocks>(params, params.v, shared.v_copy(num_copied), shared.barrier(kVCopied + num_copied % kNumStages), BoxOrigin(params, tiles.work(), tiles.key_begin),
                            tiles.work().segment.kv_head);
-      tiles.advance();
+      tiles.key_begin += kKvTile;
       ++num_copied;
     }
     if (num_copied == count) return;

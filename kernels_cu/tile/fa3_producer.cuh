@@ -30,7 +30,6 @@ __device__ __forceinline__ void publish_next(const AttentionParams& params, cons
 struct BoxOrigin {
   int page, slot;
 
-  BoxOrigin() = default;
   __device__ __forceinline__ BoxOrigin(const Fa3Params& params, const QueuedWork& work, int key_begin) {
     if constexpr (kPaged) {
       int key = key_begin + producer_lane() * params.box_rows;

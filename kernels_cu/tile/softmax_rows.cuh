@@ -38,11 +38,11 @@ __device__ __forceinline__ void transform_logits(const AttentionParams& params, 
                                                  Logits& s) {
 #pragma unroll
   for (int r = 0; r < kThreadRows; ++r) {
-    float scale = logit_scales[kScaleQRows ? thread_row(r) : 0], slope = 0.f, bias = 0.f;
+    float scale = logit_scales[kScaleQRows ? thread_row(r) : 0], slope = 0.f, distance = 0.f;
     if constexpr (kAlibi) {
       Row row = make_row(params, work.tile, work.segment.kv_head, recompute_from(thread_row(r)));
       slope = thread_row(r) < work.tile.num_rows ? __ldg(params.alibi_slopes + row.head) * kLog2E : 0.f;
-      bias = slope * static_cast<float>(key_begin + lane_idx() % 4 * 2 - row.position);
+      distance = static_cast<float>(key_begin + lane_idx() % 4 * 2 - row.position);
     }
     Row user_row;
     int user_key = 0;
@@ -59,7 +59,9 @@ __device__ __forceinline__ void transform_logits(const AttentionParams& params, 
         x *= scale;
         if constexpr (kUserLogit) x = user_logit_of(params, work, user_row, user_key + n * 8 + e, x);
         if constexpr (kSoftCap) x = params.logits_soft_cap * kLog2E * tanh_ex2(x);
-        if constexpr (kAlibi) x += fmaf(slope, static_cast<float>(n * 8 + e), bias);
+        // The distance of the key itself, which is exact: a slope times the distance of another key would bring a rounding of its own
+        // size, and near keys have small biases.
+        if constexpr (kAlibi) x = fmaf(slope, distance + static_cast<float>(n * 8 + e), x);
       }
     }
   }

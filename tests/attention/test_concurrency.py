@@ -128,7 +128,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 @pytest.mark.parametrize("indices_on", ["host", "device"])
-@pytest.mark.parametrize("op", ["decode", "paged"])
+@pytest.mark.parametrize("op", ["decode", "paged", "ragged"])
 def test_plan_waits_for_nothing(op: str, indices_on: str, spin: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """With offsets on the host, plan neither waits nor reads the device back, while 50 ms of work are queued."""
     num = 64
@@ -247,7 +247,7 @@ def test_arrays_of_two_gpus_are_refused(two_gpus: None) -> None:
     here, there = calls
     with pytest.raises(ArgumentError, match="q: lies on cuda:1, the plan is for cuda:0"):
         here.wrapper.run(there.q, tuple(here.caches))
-    with pytest.raises(ArgumentError, match="k: lies on cuda:1, the plan is for cuda:0"):
+    with pytest.raises(ArgumentError, match=r"paged_kv_cache \(K\): lies on cuda:1, the plan is for cuda:0"):
         here.wrapper.run(here.q, tuple(there.caches))
     with pytest.raises(ArgumentError, match="indices: lies on cuda:1, the workspaces on cuda:0"):
         here.wrapper.plan(*there.plan_args, **there.plan_options)

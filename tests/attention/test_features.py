@@ -116,7 +116,7 @@ def test_a_mask_leaves_no_trace(backend: str) -> None:
     assert_same_bits(call.run(), want)
 
 
-@pytest.mark.parametrize("shape", [(10, 15), (20, 10), (200,), (1, 100)])
+@pytest.mark.parametrize("shape", [(10, 15), (20, 10), (200,), (1, 100), (2, 15, 10)])
 def test_a_mask_of_another_shape_is_refused(shape: tuple[int, ...], backend: str) -> None:
     call = Call(Case((10, 6), (15, 10), "ragged", causal=True), backend)  # 150 + 60 bits
     call.plan()
@@ -128,6 +128,39 @@ def test_a_mask_of_another_shape_is_refused(shape: tuple[int, ...], backend: str
     with pytest.raises(ArgumentTypeError, match="custom_mask: got int32, expected bool"):
         call.wrapper.plan(*call.plan_args, **{**call.plan_options, "custom_mask": np.full(210, 2, np.int32)})
     assert_same_bits(call.run(), want)
+
+
+@pytest.mark.parametrize("op", ["paged", "ragged"])
+@pytest.mark.parametrize("hidden_by", ["causal", "mask", "causal-cap", "causal-alibi"])
+def test_hidden_keys_may_be_anything(hidden_by: str, op: str, backend: str) -> None:
+    """Keys that some queries see and others do not: what those others get does not depend on the keys, be they no numbers.
+
+    Of values that is not so, see docs/ARCHITECTURE.md: 0 times NaN is NaN, in every query's row of a tile.
+    """
+    extra = {"causal-cap": {"soft_cap": 3.0}, "causal-alibi": {"pos_encoding": "ALIBI"}}.get(hidden_by, {})
+    case = Case((40, 300), (12, 70), op, head_dims=SMALL, causal=hidden_by != "mask", mask="bool" if hidden_by == "mask" else "", **extra)
+    data = Data(case)
+    last = [n - 1 for n in case.kv_lens]
+    if data.masks is not None:
+        for mask, key in zip(data.masks, last, strict=True):
+            mask[:-1, key], mask[-1, key] = False, True
+    call = Call(case, backend, data)
+    call.plan()
+    want = call.run()
+    call.check(want)
+    for keys, key in zip(data.keys, last, strict=True):
+        keys[key] = np.nan
+    if case.paged:
+        data._fill_pages(np.random.default_rng(0), 0.0)
+    else:
+        data._fill_rows(0.0)
+    call = Call(case, backend, data)
+    call.plan()
+    got = call.run()
+    ends = np.cumsum(case.queries) - 1
+    others = np.setdiff1d(np.arange(sum(case.queries)), ends)
+    assert_same_bits((got[0][others], got[1][others]), (want[0][others], want[1][others]))
+    assert np.isnan(got[0][ends].astype(np.float32)).all()
 
 
 @pytest.mark.parametrize("split", [{}, {"disable_split_kv": True}, {"fixed_split_size": 8}])
@@ -148,6 +181,22 @@ def test_no_cap_is_cap_0(op: str, backend: str) -> None:
         assert_same_bits(call.run(), want)
     capped = run_case(replace(case, soft_cap=1.0), backend)
     assert np.abs(capped[0].astype(np.float64) - want[0].astype(np.float64)).max() > 0.05
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("cap", [1.0, 30.0])
+def test_a_cap_on_loud_queries(cap: float, op: str, backend: str) -> None:
+    """Logits far beyond the cap, where it is flat, as well as below it; hidden keys stay hidden."""
+    case = of_op(op, Case((5, 4096 if op == "decode" else 300, 64), (5, 90, 64), op, heads=(16, 4), soft_cap=cap, causal=op != "decode"))
+    results = []
+    for option in (cap, 0.0):
+        data = Data(replace(case, soft_cap=option))
+        data.q *= data.q.dtype.type(12)
+        call = Call(data.case, backend, data)
+        call.plan()
+        results.append(call.run())
+        call.check(results[-1])
+    assert np.abs(results[0][0].astype(np.float64) - results[1][0].astype(np.float64)).max() > 0.05
 
 
 @pytest.mark.parametrize(

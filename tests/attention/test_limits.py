@@ -11,7 +11,7 @@ import pytest
 
 import cupyinfer
 from cupyinfer import PROFILES, WorkspaceError, WorkspaceLimits, workspace_bound
-from cupyinfer.errors import ArgumentError
+from cupyinfer.errors import ArgumentError, UnsupportedError
 from tests.support.batches import Case, Data
 from tests.support.runner import WRAPPERS, Call, assert_same_bits, run_case
 
@@ -129,7 +129,7 @@ def test_a_page_past_the_cache_is_refused(backend: str) -> None:
     call = Call(Case((4,), indices_on="host"), backend)
     call.plan_args[1] = np.array([999], np.int32)
     call.plan()
-    with pytest.raises(ArgumentError, match=r"k: has 4 pages, the page table refers to page 999"):
+    with pytest.raises(ArgumentError, match=r"^paged_kv_cache \(K\): has 4 pages, the page table refers to page 999"):
         call.run()
 
 
@@ -151,6 +151,22 @@ def test_an_empty_batch_launches_nothing(op: str, backend: str) -> None:
     kv = [tuple(call.caches)] if call.case.paged else call.caches
     o, lse = wrapper.run(call.q, *kv, return_lse=True)
     assert o.shape == (0, 8, 128) and lse.shape == (0, 8)
+
+
+@pytest.mark.parametrize("head_dim", [8, 56, 72, 80, 100, 224, 512])
+@pytest.mark.parametrize("op", ["decode", "paged", "ragged"])
+def test_head_dims_without_a_kernel_are_refused(op: str, head_dim: int, backend: str) -> None:
+    """By sizing and by planning, with what there is instead; nothing is compiled or launched, and an earlier plan stays."""
+    call = Call(Case((40, 5), None if op == "decode" else (4, 2), op, head_dims=(64, 64)), backend)
+    call.plan()
+    want = call.run()
+    at = next(at for at, argument in enumerate(call.plan_args) if isinstance(argument, int) and argument == 64)
+    args = [*call.plan_args[:at], head_dim, *call.plan_args[at + 1 :]]
+    options = {**call.plan_options, "head_dim_vo": head_dim}
+    for ask in (call.wrapper.workspace_size, call.wrapper.plan):
+        with pytest.raises(UnsupportedError, match=rf"head_dim: got {head_dim} .*, supported are 64, 96, 128, 192 .*, 256$"):
+            ask(*args, **options)
+    assert_same_bits(call.run(), want)
 
 
 def test_65536_requests(backend: str) -> None:

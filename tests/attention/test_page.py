@@ -235,7 +235,8 @@ BAD_CALLS: dict[str, tuple[dict[str, Any], str, type[Exception]]] = {
     "value-tokens": ({"append_value": np.zeros((12, 2, 64), FLOAT16)}, "append_value", ArgumentError),
     "value-head-dim": ({"append_value": np.zeros((13, 2, 32), FLOAT16)}, "append_value", ArgumentError),
     "key-stride": ({"append_key": np.zeros((13, 2, 128), FLOAT16)[:, :, ::2]}, "append_key", ArgumentError),
-    "three-caches": ({"paged_kv_cache": (np.zeros((9, 4, 2, 64), FLOAT16),) * 3}, "paged_kv_cache", ArgumentError),
+    "three-caches": ({"paged_kv_cache": (np.zeros((9, 4, 2, 64), FLOAT16),) * 3}, "paged_kv_cache", ArgumentTypeError),
+    "cache-of-five-axes": ({"paged_kv_cache": (np.zeros((9, 1, 4, 2, 64), FLOAT16),) * 2}, "paged_kv_cache", ArgumentError),
     "cache-dims": ({"paged_kv_cache": np.zeros((9, 4, 2, 64), FLOAT16)}, "paged_kv_cache", ArgumentError),
     "cache-dtype": ({"paged_kv_cache": np.zeros((9, 2, 4, 2, 64), np.float32)}, "paged_kv_cache", ArgumentTypeError),
     "caches-differ": (
@@ -342,3 +343,17 @@ def test_bad_append_lengths(indptr: list[int], seq_lens: list[int], nnz: int, ar
 def test_bad_page_tables(last: list[int], page_size: int, argument: str) -> None:
     with pytest.raises(ArgumentError, match=rf"^{argument}\b"):
         get_seq_lens(np.array([0, 1, 2], np.int32), np.array(last, np.int32), page_size)
+
+
+@pytest.mark.parametrize("page_size", [16.0, True, "16", None])
+def test_a_page_size_is_an_int(page_size: Any) -> None:
+    with pytest.raises(ArgumentTypeError, match=f"^page_size: got {page_size!r}, expected an int"):
+        get_seq_lens(np.array([0, 1], np.int32), np.array([1], np.int32), page_size)
+    with pytest.raises(ArgumentError, match=r"^page_size: got 0, must be at least 1"):
+        get_seq_lens(np.array([0, 1], np.int32), np.array([1], np.int32), 0)
+
+
+@pytest.mark.parametrize("nnz", [3.0, True, "3", None])
+def test_a_number_of_tokens_is_an_int(nnz: Any) -> None:
+    with pytest.raises(ArgumentTypeError, match=f"^nnz: got {nnz!r}, expected an int"):
+        get_batch_indices_positions(np.array([0, 3], np.int32), np.array([3], np.int32), nnz)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,24 @@ def test_a_parameter_record_is_read_at_every_launch() -> None:
     for i, n in enumerate((5, 7000)):
         np.testing.assert_array_equal(out[i].get(), n + np.tile(np.arange(128, dtype=np.float32), 2))
     assert kernel.ctas_per_sm(128, LARGE_SMEM) >= 1
+
+
+@pytest.mark.gpu
+def test_a_prepared_launch_works_in_a_thread_that_is_new_to_cuda() -> None:
+    import cupy
+
+    kernel = load_cubin(THROUGH_SMEM, compile_cubin(THROUGH_SMEM, gpu_profile().arch), 0)
+    record = np.zeros((), PARAMS)
+    launch = kernel.prepared(2, 128, LARGE_SMEM, record.ctypes.data)
+    out = [cupy.full(256, -1, np.float32) for _ in range(2)]
+    stream = cupy.cuda.get_current_stream()
+    for i, n in enumerate((5, 7000)):
+        record["out"], record["n"] = out[i].data.ptr, n
+        thread = threading.Thread(target=launch, args=(stream.ptr,))
+        thread.start()
+        thread.join()
+    for i, n in enumerate((5, 7000)):
+        np.testing.assert_array_equal(out[i].get(), n + np.tile(np.arange(128, dtype=np.float32), 2))
 
 
 @pytest.mark.gpu

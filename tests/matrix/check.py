@@ -10,7 +10,7 @@ import numpy as np
 
 from cupyinfer.dtypes import numpy_dtype
 from tests.matrix.arena import Arena, Array, Room
-from tests.matrix.axes import Cell
+from tests.matrix.cells import Cell
 from tests.support.batches import Data
 from tests.support.compare import assert_attention_close, output_bound
 from tests.support.runner import WRAPPERS, assert_same_bits, plan_arguments
@@ -45,14 +45,14 @@ class Planned:
         self.ints = arena.reserve(f"{kind}int workspace", self.size.int_bytes)
         self._batch = args, options
 
-    def plan(self, tile: int) -> None:
-        """Plan, and fail unless it takes what was sized and the tile the table says."""
+    def plan(self, tiles: tuple[int, ...]) -> None:
+        """Plan, and fail unless it takes what was sized and a tile that the table says."""
         args, options = self._batch
         self.wrapper.reset_workspace_buffer(self.floats.bytes, self.ints.bytes)
         self.wrapper.plan(*args, **options)
         info = self.wrapper.plan_info
         assert (info.float_bytes, info.int_bytes) == tuple(self.size), f"sized {tuple(self.size)}, planned {info}"
-        assert info.cta_tile_q == tile, f"the plan has tiles of {info.cta_tile_q} rows, the table says {tile}"
+        assert info.cta_tile_q in tiles, f"the plan has tiles of {info.cta_tile_q} rows, the table says {tiles}"
 
 
 class CellRun:
@@ -115,16 +115,16 @@ def run_cell(cell: Cell, backend: str, arena: Arena, graph: bool = True) -> Wors
         AssertionError: one of these does not hold.
     """
     call = CellRun(cell, backend, arena, graph)
-    tile = int(cell.tile)
+    tiles = cell.tiles(backend)
     with arena.queue():
         eager = call.plans[0]
-        eager.plan(tile)
+        eager.plan(tiles)
         first = call.results(eager, lambda: call.queue_run(eager), 0xFF)
         worst = call.compare(first, "eager run")
         assert_same_bits(call.results(eager, lambda: call.queue_run(eager), 0x7F), first)
         if graph:
             planned = call.plans[1]
-            planned.plan(tile)
+            planned.plan(tiles)
             arena.synchronize()
             replay = arena.capture(lambda: call.queue_run(planned))
             replayed = call.results(planned, replay, 0x7F)

@@ -90,3 +90,23 @@ def product(axes: Axes, rules: Sequence[Rule]) -> list[Row]:
     """Every legal row."""
     rows = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
     return [row for row in rows if not any(rule.broken_by(row) for rule in rules)]
+
+
+def rules_of_table(axes: Axes, rules: Sequence[Rule], serves: Callable[[Row], bool], reason: str) -> tuple[Rule, ...]:
+    """Rules that keep rows to those that `serves` says yes to.
+
+    Besides the rule of all the axes there are those of single values and of pairs that no served row has: they end a search early.
+
+    Args:
+        axes: what `serves` looks at.
+        rules: rows that break these are not asked about.
+        serves: called once for every row of `axes`.
+        reason: of every rule.
+    """
+    served = [row for row in product(axes, rules) if serves(row)]
+
+    def rule(names: tuple[str, ...]) -> Rule:
+        allowed = frozenset(tuple(row[name] for name in names) for row in served)
+        return Rule(names, lambda *values: values in allowed, reason)
+
+    return tuple(rule(names) for size in (1, 2, len(axes)) for names in itertools.combinations(axes, size))

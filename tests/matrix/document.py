@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.matrix.axes import KERNEL_AXES, PATH_AXES, RULES, TURN_AXES, matrix_size
+from tests.matrix.axes import KERNEL_AXES, PATH_AXES, RULES, TILE_RULES, TURN_AXES, fa3_refusals
+from tests.matrix.cells import matrix_size
 from tests.matrix.illegal import ILLEGAL, sentence
 from tests.matrix.report import ROOT
 
@@ -21,6 +22,7 @@ _SHOWN_FAILURES = 20
 def table_part() -> str:
     """Everything above the results: what the table declares."""
     (cells, kernels), (all_cells, all_kernels) = matrix_size("fa2"), matrix_size("fa2", every_kernel=True)
+    fa3_cells, fa3_kernels = matrix_size("fa3")
     lines = [
         "# The matrix",
         "",
@@ -30,18 +32,19 @@ def table_part() -> str:
         "the report of a run.",
         "",
         "```",
-        "make test-matrix                        # compile, run every cell on the GPU, write .cache/matrix/fa2/report.json",
+        "make test-matrix                        # compile, run every cell on the GPU, write .cache/matrix/BACKEND/report.json",
         "make test-matrix ARGS='--seconds 120'   # stop after two minutes; the next call goes on where this one stopped",
         "make test-matrix ARGS='--every-kernel'  # the whole product of the kernel axes",
         "make test-sanitizer                     # memcheck, racecheck and initcheck over a few cells",
-        "python -m tests.matrix.document .cache/matrix/fa2/report.json   # write this page",
+        "python -m tests.matrix.document .cache/matrix/*/report.json   # write this page",
         "```",
         "",
         "## Axes",
         "",
-        f"There are {cells} cells on {kernels} kernels. The kernels hold every legal combination of any four kernel axes, and every",
-        "kernel runs every legal combination of path axes and of the masks it serves. The other axes take turns: each of their values",
-        "meets every value of every other axis that it may meet. With `--every-kernel`, the whole product of the kernel axes, there are",
+        f"There are {cells} cells on {kernels} kernels of fa2, and {fa3_cells} cells on {fa3_kernels} kernels of fa3. The kernels of fa2",
+        "hold every legal combination of any four kernel axes, those of fa3 are all there are, and every kernel runs every legal",
+        "combination of path axes and of the masks it serves. The other axes take turns: each of their values meets every value of every",
+        "other axis that it may meet. With `--every-kernel`, the whole product of the kernel axes, fa2 has",
         f"{all_cells} cells on {all_kernels} kernels. `make test` runs a subset with every legal pair of values on the host backend.",
         "",
         "| axis | selects | values |",
@@ -50,7 +53,13 @@ def table_part() -> str:
     for axes, selects in ((KERNEL_AXES, "kernel"), (PATH_AXES, "path"), (TURN_AXES, "takes turns")):
         lines += [f"| {axis} | {selects} | {', '.join(values)} |" for axis, values in axes.items()]
     lines += ["", "Values that never meet, because no plan leads there:", ""]
-    lines += [f"- {', '.join(rule.axes)}: {rule.reason}." for rule in RULES]
+    lines += [f"- {', '.join(rule.axes)}: {rule.reason}." for rule in RULES + TILE_RULES]
+    lines += [
+        "",
+        "Values that only fa2 serves. fa3 has tiles of its own: there `tile` takes turns, and is a batch that would fill that tile of fa2.",
+        "",
+    ]
+    lines += [f"- {value}: fa3 {reason}." for value, reason in fa3_refusals().items()]
     lines += [
         "",
         "## Refused",

@@ -11,7 +11,7 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from tests.matrix.axes import Cell
+from tests.matrix.cells import Cell
 
 _CHUNK = 12
 _GONE = "gone after a failure it told of"

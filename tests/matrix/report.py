@@ -9,7 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.matrix.axes import AXES, Cell, kernels_of
+from tests.matrix.axes import axes_of
+from tests.matrix.cells import Cell, kernels_of
 
 ROOT = Path(__file__).resolve().parents[2]
 _SOURCES = ("cupyinfer", "kernels_cu", "tests/matrix", "tests/support")
@@ -78,19 +79,19 @@ def make_report(cells: Sequence[Cell], done: Mapping[str, Outcome], about: Mappi
     Args:
         cells: everything that was to be run.
         done: outcomes by `str(cell)`.
-        about: what else to say, such as the GPU.
+        about: what else to say: at least the backend.
     """
     finished = [(cell, done[str(cell)]) for cell in cells if str(cell) in done]
     axes = {
         axis: {value: _summary([outcome for cell, outcome in finished if getattr(cell, axis) == value]) for value in values}
-        for axis, values in AXES.items()
+        for axis, values in axes_of(about["backend"]).items()
     }
     return {
         **about,
         "cells": len(cells),
         "complete": len(finished) == len(cells),
         **_summary([outcome for _, outcome in finished]),
-        "kernels": len(kernels_of(cells)),
+        "kernels": len(kernels_of(cells, about["backend"])),
         "axes": axes,
         "failures": [{"cell": str(cell), "error": outcome["failed"]} for cell, outcome in finished if "failed" in outcome],
     }

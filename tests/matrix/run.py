@@ -17,7 +17,10 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("CUPYINFER_CACHE_DIR", str(Path(__file__).resolve().parents[2] / ".cache" / "kernels"))
 
 from cupyinfer.jit.ahead import CompileOutcome, compile_variants
-from tests.matrix.axes import BACKENDS, Cell, kernels_of, matrix_cells
+from cupyinfer.jit.variant import KernelVariant
+from cupyinfer.schedule.tiles import FA3_ARCH
+from tests.matrix.axes import BACKENDS
+from tests.matrix.cells import Cell, kernels_of, matrix_cells
 from tests.matrix.pool import run_cells
 from tests.matrix.report import ROOT, Log, fingerprint, make_report
 
@@ -57,9 +60,8 @@ def chosen(cells: Sequence[Cell], shard: str, limit: int | None) -> list[Cell]:
     return [cells[index * len(cells) // limit] for index in range(limit)]
 
 
-def compile_cells(cells: Sequence[Cell], arch: str, workers: int, time_left: Callable[[], float]) -> list[CompileOutcome]:
-    """Compile the kernels of cells into the cache; the outcomes of those that failed."""
-    variants = kernels_of(cells)
+def compile_kernels(variants: Sequence[KernelVariant], arch: str, workers: int, time_left: Callable[[], float]) -> list[CompileOutcome]:
+    """Compile kernels into the cache; the outcomes of those that failed."""
     progress = Progress(f"kernels for {arch}", len(variants))
     failed: list[CompileOutcome] = []
 
@@ -83,19 +85,19 @@ def describe(backend: str) -> dict[str, str]:
     return {"backend": backend, "gpu": gpu, "sources": fingerprint()}
 
 
-def run_matrix(cells: Sequence[Cell], arguments: argparse.Namespace, time_left: Callable[[], float]) -> dict[str, Any]:
+def run_matrix(cells: Sequence[Cell], backend: str, arguments: argparse.Namespace, time_left: Callable[[], float]) -> dict[str, Any]:
     """Run what the log does not hold yet, and make the report."""
-    out, begin = arguments.out / arguments.backend, time.monotonic()
-    about = describe(arguments.backend)
+    out, begin = arguments.out / backend, time.monotonic()
+    about = describe(backend)
     log = Log(out / "cells.jsonl", about)
     if log.discarded:
         print(f"{log.discarded} results of other sources or another GPU dropped")
     rest = [cell for cell in cells if str(cell) not in log.done]
     if len(rest) < len(cells):
         print(f"{len(cells) - len(rest)} of {len(cells)} cells were finished before")
-    progress = Progress(f"cells on {arguments.backend}", len(rest))
+    progress = Progress(f"cells on {backend}", len(rest))
     failed = 0
-    for done, (cell, outcome) in enumerate(run_cells(rest, arguments.backend, arguments.workers, arguments.timeout, time_left), 1):
+    for done, (cell, outcome) in enumerate(run_cells(rest, backend, arguments.workers, arguments.timeout, time_left), 1):
         log.add(cell, outcome)
         if "failed" in outcome:
             failed += 1
@@ -111,7 +113,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     parser = argparse.ArgumentParser(prog="python -m tests.matrix.run", description=__doc__)
-    parser.add_argument("--backend", choices=list(BACKENDS), default="fa2")
+    parser.add_argument("--backend", choices=BACKENDS, help="only this one; by default all that this GPU has")
     parser.add_argument("--every-kernel", action="store_true", help="the whole product of the kernel axes: several times the cells")
     parser.add_argument("--limit", type=int, help="at most this many cells, evenly spread")
     parser.add_argument("--shard", default="0/1", metavar="I/N", help="every N-th cell, beginning with the I-th")
@@ -124,6 +126,21 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def chosen_backends(requested: str | None, arch: str) -> list[str]:
+    """The backends to run: the one asked for, or those of a GPU of that arch."""
+    if requested:
+        return [requested]
+    return ["fa2", "fa3"] if arch == FA3_ARCH else ["fa2"]
+
+
+def summary(report: dict[str, Any], path: Path) -> str:
+    """A report in one line."""
+    return (
+        f"{report['backend']}: {report['run']} of {report['cells']} cells run: {report['passed']} passed, {report['failed']} failed; "
+        f"largest error {report['worst_output']:.2f} of its bound; {path}"
+    )
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run; 0 if every cell passed, 1 if one failed, 3 if time was up first."""
     arguments = parse(argv)
@@ -132,31 +149,38 @@ def main(argv: Sequence[str] | None = None) -> int:
     def time_left() -> float:
         return end - time.monotonic()
 
-    cells = chosen(matrix_cells(arguments.backend, arguments.every_kernel), arguments.shard, arguments.limit)
-    print(f"{len(cells)} cells, {len(kernels_of(cells))} kernels, {arguments.workers} processes", flush=True)
+    arch = arguments.compile_only or (FA3_ARCH if arguments.backend == "host" or arguments.list else gpu_arch())
+    backends = chosen_backends(arguments.backend, arch)
+    cells = {backend: chosen(matrix_cells(backend, arguments.every_kernel), arguments.shard, arguments.limit) for backend in backends}
+    kernels = [
+        variant for backend in backends if backend != "host" or arguments.compile_only for variant in kernels_of(cells[backend], backend)
+    ]
+    for backend in backends:
+        print(f"{backend}: {len(cells[backend])} cells, {len(kernels_of(cells[backend], backend))} kernels", flush=True)
     if arguments.list:
         return 0
-    if arguments.backend != "host" or arguments.compile_only:
-        from cupyinfer.backends.device import read_profile
-
-        arch = arguments.compile_only or read_profile(0).arch
-        try:
-            failed = compile_cells(cells, arch, len(os.sched_getaffinity(0)), time_left)
-        except _TimeUp:
-            print("time is up; run again to go on")
-            return UNFINISHED
-        for outcome in failed:
-            print(f"FAILED to compile {outcome.variant}: {outcome.error}")
-        if arguments.compile_only:
-            return FAILED if failed else 0
-    report = run_matrix(cells, arguments, time_left)
-    print(
-        f"{report['run']} of {report['cells']} cells run: {report['passed']} passed, {report['failed']} failed; "
-        f"largest error {report['worst_output']:.2f} of its bound; {arguments.out / arguments.backend / 'report.json'}"
-    )
-    if report["failed"]:
+    try:
+        failed = compile_kernels(kernels, arch, len(os.sched_getaffinity(0)), time_left) if kernels else []
+    except _TimeUp:
+        print("time is up; run again to go on")
+        return UNFINISHED
+    for outcome in failed:
+        print(f"FAILED to compile {outcome.variant}: {outcome.error}")
+    if arguments.compile_only:
+        return FAILED if failed else 0
+    reports = [run_matrix(cells[backend], backend, arguments, time_left) for backend in backends]
+    for report in reports:
+        print(summary(report, arguments.out / report["backend"] / "report.json"))
+    if any(report["failed"] for report in reports):
         return FAILED
-    return 0 if report["complete"] else UNFINISHED
+    return 0 if all(report["complete"] for report in reports) else UNFINISHED
+
+
+def gpu_arch() -> str:
+    """Arch of the current GPU."""
+    from cupyinfer.backends.device import read_profile
+
+    return read_profile(0).arch
 
 
 if __name__ == "__main__":

@@ -16,23 +16,26 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupyinfer.errors import CupyInferError
-from tests.matrix import pool, run
+from cupyinfer.attention.backend_choice import choose_backend
+from cupyinfer.errors import CupyInferError, UnsupportedError
+from cupyinfer.jit.ahead import fa3_variants
+from cupyinfer.schedule.tiles import FA3_ARCH
+from tests.matrix import pool, run, sanitizer
 from tests.matrix.arena import Arena
-from tests.matrix.axes import AXES, KERNEL_AXES, PATH_AXES, RULES, STRENGTH, Cell, kernels_of, matrix_cells, matrix_size, pairwise_cells
+from tests.matrix.axes import AXES, KERNEL_AXES, PATH_AXES, RULES, STRENGTH, axes_of, fa3_refusals, kernel_axes_of, options_of, rules_of
+from tests.matrix.cells import Cell, kernels_of, matrix_cells, matrix_size, pairwise_cells
 from tests.matrix.check import run_cell
-from tests.matrix.cover import Rule, combinations_of, cover, legal_combinations
+from tests.matrix.cover import Rule, combinations_of, cover, legal_combinations, product, rules_of_table
 from tests.matrix.document import PAGE, RESULTS, table_part
 from tests.matrix.illegal import ILLEGAL, Illegal
 from tests.matrix.report import ROOT, Log, make_report
-from tests.matrix.sanitizer import sanitizer_cells
 
 Row = dict[str, str]
 
 
 @cache
-def full() -> list[Cell]:
-    return matrix_cells("fa2")
+def full(backend: str = "fa2") -> list[Cell]:
+    return matrix_cells(backend)
 
 
 @pytest.fixture(scope="module")
@@ -56,34 +59,54 @@ def test_a_refused_combination(illegal: Illegal, op: str) -> None:
 
 def test_the_subset_has_every_legal_pair() -> None:
     rows = [cell.row for cell in pairwise_cells()]
-    assert not any(rule.broken_by(row) for row in rows for rule in RULES)
-    assert set().union(*(combinations_of(row, 2) for row in rows)) == legal_combinations(AXES, RULES, 2)
+    assert not any(rule.broken_by(row) for row in rows for rule in rules_of("host"))
+    assert set().union(*(combinations_of(row, 2) for row in rows)) == legal_combinations(AXES, rules_of("host"), 2)
 
 
-def test_the_matrix_has_every_legal_pair_and_kernels_of_every_four() -> None:
-    cells = full()
-    assert 3000 <= len(cells) <= 8000 and 300 <= len(kernels_of(cells)) <= 500
-    assert (len(set(cells)), len(kernels_of(cells))) == matrix_size("fa2") and len(set(cells)) == len(cells)
+@pytest.mark.parametrize(("backend", "cell_range", "kernel_range"), [("fa2", (3000, 8000), (300, 500)), ("fa3", (1000, 5000), (40, 200))])
+def test_the_matrix_has_every_legal_pair_and_kernels_of_every_four(
+    backend: str, cell_range: tuple[int, int], kernel_range: tuple[int, int]
+) -> None:
+    cells, rules, axes = full(backend), rules_of(backend), axes_of(backend)
+    kernels = kernels_of(cells, backend)
+    assert cell_range[0] <= len(cells) <= cell_range[1] and kernel_range[0] <= len(kernels) <= kernel_range[1]
+    assert (len(set(cells)), len(kernels)) == matrix_size(backend) and len(set(cells)) == len(cells)
     rows = [cell.row for cell in cells]
-    assert not any(rule.broken_by(row) for row in rows for rule in RULES)
-    assert set().union(*(combinations_of(row, 2) for row in rows)) == legal_combinations(AXES, RULES, 2)
-    kernel_axes = {**KERNEL_AXES, "mask": ("none", "packed")}
+    assert not any(rule.broken_by(row) for row in rows for rule in rules)
+    assert set().union(*(combinations_of(row, 2) for row in rows)) == legal_combinations(axes, rules, 2)
+    kernel_axes = kernel_axes_of(backend)
     of_kernels = [{axis: cell.row[axis] for axis in kernel_axes} for cell in cells if cell.mask in kernel_axes["mask"]]
     have = set().union(*(combinations_of(row, STRENGTH) for row in of_kernels))
-    assert have >= legal_combinations(kernel_axes, RULES, STRENGTH)
+    assert have >= legal_combinations(kernel_axes, rules, STRENGTH)
     # Whatever of the path axes one cell of a kernel has, with the same operation, all have.
     paths: dict[Any, set[Any]] = {}
     for cell in cells:
-        paths.setdefault((cell.variant, cell.op), set()).add((cell.mask, *(cell.row[axis] for axis in PATH_AXES)))
-    for (variant, op), found in paths.items():
+        paths.setdefault((cell.variants(backend), cell.op), set()).add((cell.mask, *(cell.row[axis] for axis in PATH_AXES)))
+    for (variants, op), found in paths.items():
         splits = {path[-1] for path in found}
         masks = 1 if op == "decode" else 2
-        assert len(found) == masks * 4 * len(splits), (str(variant), op, found)
+        assert len(found) == masks * 4 * len(splits), (str(variants[0]), op, found)
+
+
+def test_fa3_has_every_combination_that_the_library_lets_it_have() -> None:
+    """One for one, by asking for it; so a kernel that fa3 is taught comes into the matrix by itself."""
+    axes = {axis: values for axis, values in AXES.items() if axis in KERNEL_AXES or axis == "page"}
+    legal = {tuple(row.items()) for row in product({axis: axes_of("fa3")[axis] for axis in axes}, rules_of("fa3"))}
+    for row in product({**axes, "tile": ("64",)}, RULES):
+        try:
+            choose_backend("fa3", options_of(row), FA3_ARCH, row["mask"] in ("bool", "packed"), 64)
+        except UnsupportedError:
+            assert tuple(row.items()) not in legal, row
+        else:
+            assert tuple(row.items()) in legal, row
+    served = {cell.variants("fa3")[0] for cell in full("fa3")}
+    assert {variant.backend for variant in served} == {"fa3"} and set(fa3_variants()) <= served
+    assert all(words.startswith(("is for", "needs", "has no", "does not")) for words in fa3_refusals().values())
 
 
 def test_the_same_cells_every_time() -> None:
     """Another process, with another order of sets, goes on with the cells of the first."""
-    code = "from tests.matrix.axes import matrix_cells; [print(cell) for cell in matrix_cells('fa2')]"
+    code = "from tests.matrix.cells import matrix_cells; [print(cell) for cell in matrix_cells('fa2')]"
     environment = {**os.environ, "PYTHONHASHSEED": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == [str(cell) for cell in full()]
@@ -104,6 +127,21 @@ def test_cover_keeps_rules() -> None:
     }
     assert set().union(*(combinations_of(row, 2) for row in rows)) == want
     assert len(rows) < 3 * 3 * 2
+
+
+def test_rules_of_a_table() -> None:
+    axes = {"a": ("0", "1", "2"), "b": ("0", "1", "2"), "c": ("0", "1")}
+    rules = rules_of_table(axes, (), lambda row: row["a"] != "2" and (row["b"], row["c"]) != ("1", "1"), "so it is")
+    rows = product(axes, rules)
+    assert len(rows) == 2 * 5 and not any(row["a"] == "2" or (row["b"], row["c"]) == ("1", "1") for row in rows)
+    assert any(rule.axes == ("a",) and rule.broken_by({"a": "2"}) for rule in rules)
+    assert any(rule.axes == ("b", "c") and rule.broken_by({"b": "1", "c": "1"}) for rule in rules)
+    assert not any(rule.broken_by({"b": "1"}) for rule in rules)
+
+
+def test_a_run_takes_the_backends_of_the_gpu() -> None:
+    assert run.chosen_backends(None, "sm_90a") == ["fa2", "fa3"] and run.chosen_backends(None, "sm_80") == ["fa2"]
+    assert run.chosen_backends("host", "sm_90a") == ["host"] and run.chosen_backends("fa3", "sm_80") == ["fa3"]
 
 
 def test_a_write_past_an_array_is_seen(arena: Arena) -> None:
@@ -187,18 +225,57 @@ def test_results_of_other_sources_are_dropped(tmp_path: Path) -> None:
 def test_a_report_counts_failures() -> None:
     cells = full()[:3]
     done = {str(cells[0]): {"output": 0.25, "lse": 1e-6}, str(cells[1]): {"failed": "a reason"}}
-    report = make_report(cells, done, {})
+    report = make_report(cells, done, {"backend": "fa2"})
     assert (report["cells"], report["run"], report["failed"], report["complete"]) == (3, 2, 1, False)
     assert report["failures"] == [{"cell": str(cells[1]), "error": "a reason"}] and report["worst_output"] == 0.25
 
 
 def test_the_sanitizer_sees_every_kind() -> None:
-    cells = sanitizer_cells()
+    cells = sanitizer.sanitizer_cells()
     assert len(cells) == 12
     for axis in ("op", "head_dim", "tile", "mask", "pos", "cap", "window", "sinks", "split", "types"):
         assert {cell.row[axis] for cell in cells} == set(AXES[axis]), axis
     assert {cell.split for cell in cells if cell.op == "decode"} == set(AXES["split"])
     assert {(cell.op, cell.tile) for cell in cells} == {(cell.op, cell.tile) for cell in full()}
+    fa3 = sanitizer.sanitizer_cells("fa3", 6)
+    for axis in ("op", "head_dim", "tile", "mask", "pos", "cap", "window", "sinks", "split", "types"):
+        assert {cell.row[axis] for cell in fa3} == set(axes_of("fa3")[axis]), axis
+
+
+def test_a_sanitizer_run_has_helper_kernels_and_both_backends() -> None:
+    tasks = sanitizer.tasks_of({"fa2": full()[:4], "fa3": full("fa3")[:2]}, graph=False)
+    assert [task.name for task in tasks[:3]] == ["appends", "append_indices", "merges"]
+    assert [task.name.split()[0] for task in tasks[3:]] == ["fa2", "fa3", "fa2", "fa2", "fa3", "fa2"]
+
+
+def test_tasks_inside_a_sanitizer(capsys: pytest.CaptureFixture[str]) -> None:
+    def fails() -> None:
+        raise AssertionError("as told")
+
+    good, bad = sanitizer.Task("good", lambda: None), sanitizer.Task("bad", fails)
+    sanitizer.run_inside([bad, good], 60)
+    out = capsys.readouterr().out
+    assert "FAILED bad\n  AssertionError: as told" in out and "1 of 2 tasks passed, 1 failed" in out
+    sanitizer.run_inside([good, good], -1)
+    assert "0 of 2 tasks passed, 0 failed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "output", "verdict"),
+    [
+        (0, "3 of 3 tasks passed, 0 failed\n========= ERROR SUMMARY: 0 errors", 0),
+        (0, "2 of 3 tasks passed, 0 failed\n========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)", sanitizer.UNFINISHED),
+        (86, "3 of 3 tasks passed, 0 failed\n========= ERROR SUMMARY: 1 error", sanitizer.FAILED),
+        (0, "2 of 3 tasks passed, 1 failed\n========= ERROR SUMMARY: 0 errors", sanitizer.FAILED),
+        (0, "3 of 3 tasks passed, 0 failed", sanitizer.FAILED),
+        (0, "========= ERROR SUMMARY: 0 errors", sanitizer.FAILED),
+        (0, "3 of 3 tasks passed, 0 failed\n========= RACECHECK SUMMARY: 2 hazards displayed (0 errors, 2 warnings)", sanitizer.FAILED),
+        (-9, "killed after 140 seconds", sanitizer.FAILED),
+        (1, "========= Error: Device not supported. Please refer to the documentation", sanitizer.UNAVAILABLE),
+    ],
+)
+def test_what_a_sanitizer_says_is_judged(exit_code: int, output: str, verdict: int) -> None:
+    assert sanitizer.judge("memcheck", exit_code, output, 1.0) == verdict
 
 
 def test_the_page_shows_the_table() -> None:

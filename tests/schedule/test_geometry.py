@@ -42,6 +42,8 @@ def test_paged_lengths(pages: list[int], page_size: int, data: st.DataObject) ->
     assert (geometry.batch_size, geometry.num_qo_tokens, geometry.num_kv_entries) == (len(pages), len(pages), sum(pages))
     prefill = paged_prefill_geometry(offsets([2] * len(pages)), offsets(pages), ints(*last), page_size)
     assert prefill.kv_len.tolist() == expected
+    for made in (geometry, prefill):
+        assert (made.shortest_kv, made.longest_kv) == (min(expected, default=0), max(expected, default=0))
     assert prefill.num_qo_tokens == 2 * len(pages)
     assert prefill.uniform_qo_len is None
 
@@ -150,6 +152,13 @@ def test_only_integers(values: Any) -> None:
 def test_only_one_dimension(values: Any) -> None:
     with pytest.raises(ArgumentError, match=r"^indptr: got shape \(.*\), expected one dimension$"):
         host_integers(values, "indptr")
+
+
+@pytest.mark.parametrize("wide", [[0, 2**61 + 1, 5], [0, -(2**62), 5], [0, 2**31 + 1], [2**63 - 1, -(2**63)]])
+def test_offsets_too_wide_for_products_of_them(wide: list[int]) -> None:
+    """Times a page size of 16 the first of these would wrap around to lengths that look right."""
+    with pytest.raises(ArgumentError, match=r"^indptr: holds -?[0-9]+, the largest supported offset is 2147483647$"):
+        host_integers(np.array(wide), "indptr")
 
 
 @pytest.mark.parametrize("values", [[[1, 2], [3]], np.array([0, 2**64 - 1], np.uint64)])

@@ -24,7 +24,7 @@ def test_every_kernel_fits_every_gpu(profile: DeviceProfile, head_dim_qk: int, h
         assert config.ctas_per_sm >= 1
         dims = head_dim_qk, head_dim_vo, kv_itemsize
         if tile_q == 16:
-            assert config.smem_bytes == decode_smem_bytes(config.num_warps, config.num_stages, config.join_slots, *dims)
+            assert config.smem_bytes == decode_smem_bytes(config.num_warps, config.num_stages, config.join_slots, config.block_keys, *dims)
             assert config.num_stages >= 2
         else:
             assert config.smem_bytes == prefill_smem_bytes(tile_q, config.kv_tile, config.num_stages, *dims)

@@ -155,7 +155,6 @@ def low_precision_reference(
     options: AttentionOptions,
     masks: Sequence[Array] | None = None,
     block_keys: int = 64,
-    out_type: np.dtype[Any] | None = None,
 ) -> tuple[Array, Array]:
     """The formula of `attention_oracle` as a GPU could honestly compute it: its error is the yardstick for a kernel's.
 
@@ -164,12 +163,11 @@ def low_precision_reference(
     products with fp8 values need them.
 
     Returns:
-        o in `out_type`, by default that of q, and base-2 log-sum-exp in float32, shapes as `attention_oracle`.
+        o and base-2 log-sum-exp, shapes as `attention_oracle`, in float32: o is not rounded to the type of q yet, see `output_bound`.
     """
     num_tokens, num_qo_heads, head_dim_qk = q.shape
     sm_scale = head_dim_qk**-0.5 if options.sm_scale is None else options.sm_scale
-    out_type = q.dtype if out_type is None else out_type
-    o = np.zeros((num_tokens, num_qo_heads, values[0].shape[-1] if values else head_dim_qk), out_type)
+    o = np.zeros((num_tokens, num_qo_heads, values[0].shape[-1] if values else head_dim_qk), np.float32)
     lse = np.full((num_tokens, num_qo_heads), -np.inf, np.float32)
     token_begin = 0
     for request_idx, qo_len in enumerate(qo_lens):
@@ -194,8 +192,7 @@ def low_precision_reference(
             sink = -np.inf if options.sinks is None else options.sinks[head]
             v_head = v[:, kv_head].astype(np.float32)
             rows, lse[tokens, head] = _blocked_softmax(logits, v_head, np.float32(sink), weights, block_keys)
-            with np.errstate(over="ignore"):
-                o[tokens, head] = (rows * np.float32(_per_head(options.v_scale, kv_head))).astype(out_type)
+            o[tokens, head] = rows * np.float32(_per_head(options.v_scale, kv_head))
     return o, lse
 
 

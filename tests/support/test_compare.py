@@ -37,7 +37,7 @@ def make_case(q_dtype: np.dtype[Any] = BFLOAT16) -> dict[str, Any]:
 def test_a_rounded_oracle_and_the_reference_pass() -> None:
     case = make_case()
     assert_attention_close(**case)
-    assert_attention_close(**{**case, "o": case["reference"][0], "lse": case["reference"][1]})
+    assert_attention_close(**{**case, "o": case["reference"][0].astype(BFLOAT16), "lse": case["reference"][1]})
     assert_attention_close(**{**case, "lse": None})
 
 
@@ -76,6 +76,14 @@ def test_the_bound_is_two_reference_errors_and_two_half_units() -> None:
     oracle = np.array([[[1.0, -3.0]], [[0.0, 0.0]]])
     reference = np.array([[[1.25, -3.0]], [[0.0, 0.0]]], np.float16)
     np.testing.assert_array_equal(output_bound(oracle, reference, np.dtype(np.float16)), [[0.5 + 2.0**-9], [0.0]])
+
+
+def test_rounding_hides_no_error_of_the_reference() -> None:
+    unit = 2.0**-9
+    oracle = np.array([[[3.0, 0.0]]])
+    for error in (0.4 * unit, 0.6 * unit):
+        bound = output_bound(oracle, np.array([[[3.0 + error, 0.0]]], np.float32), np.dtype(np.float16))
+        np.testing.assert_allclose(bound, 2 * max(error, round(error / unit) * unit) + unit, rtol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [np.dtype(np.float16), BFLOAT16])
