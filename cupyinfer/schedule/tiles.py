@@ -27,7 +27,7 @@ DECODE_BYTES_IN_FLIGHT = 64 * 1024
 _STATIC_SMEM = 384
 
 #: Tiles of the fa3 kernels by bytes per element and (head_dim_qk, head_dim_vo): query rows, a consumer warpgroup per 64, and for each the
-#: choices of keys. Two consumers have 216 to 224 registers a thread, three 152 to 160: there a tile's output, logits and packed weights
+#: choices of keys. Two consumers have 216 to 224 registers a thread, three 160: there a tile's output, logits and packed weights
 #: must find room, without a soft cap or ALiBi, and so there is no 192-row tile for wider heads. Of keys the first choice is the most that
 #: also leaves two K/V stages room in 227 KB, a power of two where pages of any power of two would not fit otherwise (at head_dim 256 plain
 #: logits would leave room for 80 keys, capped ones not). A second choice has no registers for a soft cap or ALiBi. fp8 packs four weights

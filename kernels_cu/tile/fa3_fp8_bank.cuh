@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where sums of fp8 products are kept: the adders of 8-bit products hold about 14 bits and cut off the rest, too few for the sum of a
-// long row.
+// Where sums of fp8 products are kept: the adders of 8-bit products hold about 14 bits and cut off the rest, too few for the sum of a long row.
 #pragma once
 
 #include "tile/fa3_softmax.cuh"

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cupyinfer.dtypes import FP8_QUERY_TYPE, numpy_dtype
-from tests.support.oracle import AttentionOptions, attention_oracle, low_precision_reference
+from tests.support.oracle import AttentionOptions, attention_oracle, e4m3_weights_bound, low_precision_reference
 
 Array = npt.NDArray[Any]
 
@@ -210,6 +210,13 @@ class Data:
             nothing = np.zeros((*empty, self.case.head_dims[1])), np.zeros(empty)
             return nothing, (nothing[0].astype(np.float32), nothing[1].astype(np.float32))
         return attention_oracle(*call), low_precision_reference(*call)
+
+    @cached_property
+    def weights_bound(self) -> Array | None:
+        """What rounding softmax weights to 8 bits may cost each output element; None where they have 16."""
+        if self.case.dtype != FP8_QUERY_TYPE or not self.q.shape[0]:
+            return None
+        return e4m3_weights_bound(self.q, self.case.queries, self.keys, self.values, self.oracle_options, self.masks)
 
 
 def published_slopes(num_heads: int) -> Array:

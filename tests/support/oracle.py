@@ -6,7 +6,7 @@ Nothing here knows the library: inputs are plain arrays per request, so a mistak
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,10 +72,50 @@ def attention_oracle(
     Returns:
         o [num_tokens, num_qo_heads, head_dim_vo] and base-2 log-sum-exp [num_tokens, num_qo_heads], float64.
     """
-    num_tokens, num_qo_heads, head_dim_qk = q.shape
+    o = np.zeros((*q.shape[:2], values[0].shape[-1] if values else q.shape[2]))
+    lse = np.full(q.shape[:2], -np.inf)
+    for tokens, head, logits, v_head in _heads(q, qo_lens, keys, values, options, masks):
+        weights, lse[tokens, head] = _softmax(logits)
+        o[tokens, head] = weights @ v_head
+    return o, lse
+
+
+def e4m3_weights_bound(
+    q: Array,
+    qo_lens: Sequence[int],
+    keys: Sequence[Array],
+    values: Sequence[Array],
+    options: AttentionOptions,
+    masks: Sequence[Array] | None = None,
+) -> Array:
+    """How far an output may lie from `attention_oracle` whose weights were rounded to e4m3, [num_tokens, num_qo_heads, head_dim_vo].
+
+    Rounding to three bits after the leading one changes a weight by at most 1/16 of it, so an element by at most the sum of
+    weight * |value| over 16. Many errors of either sign seldom add up: six standard deviations of independent errors, each uniform, are
+    the bound where they are less. Weights below 2^-18 of the largest become zero. Adders of 8-bit products keep at least 13 bits and cut
+    off the rest, 32 keys at a time.
+    """
+    bound = np.zeros((*q.shape[:2], values[0].shape[-1] if values else q.shape[2]))
+    for tokens, head, logits, v_head in _heads(q, qo_lens, keys, values, options, masks):
+        weights, _ = _softmax(logits)
+        sums = weights @ np.abs(v_head)
+        deviation = np.sqrt(weights**2 @ v_head**2 / 3)
+        least = weights.max(axis=1, initial=0.0)[:, None] * np.abs(v_head).sum(axis=0) * 2.0**-18
+        bound[tokens, head] = np.minimum(sums, 6 * deviation) / 16 + least + sums * logits.shape[1] / 32 * 2.0**-13
+    return bound
+
+
+def _heads(
+    q: Array,
+    qo_lens: Sequence[int],
+    keys: Sequence[Array],
+    values: Sequence[Array],
+    options: AttentionOptions,
+    masks: Sequence[Array] | None,
+) -> Iterator[tuple[slice, int, Array, Array]]:
+    """Of each request and query head the tokens, the head, logits [qo_len, kv_len] and values [kv_len, head_dim_vo], scaled."""
+    num_qo_heads, head_dim_qk = q.shape[1:]
     sm_scale = head_dim_qk**-0.5 if options.sm_scale is None else options.sm_scale
-    o = np.zeros((num_tokens, num_qo_heads, values[0].shape[-1] if values else head_dim_qk))
-    lse = np.full((num_tokens, num_qo_heads), -np.inf)
     token_begin = 0
     for request_idx, qo_len in enumerate(qo_lens):
         tokens = slice(token_begin, token_begin + qo_len)
@@ -99,9 +139,7 @@ def attention_oracle(
                 # A sink is one more key whose value is zero.
                 logits = np.concatenate([logits, np.full((qo_len, 1), float(options.sinks[head]))], axis=1)
                 v_head = np.concatenate([v_head, np.zeros((1, v_head.shape[1]))])
-            weights, lse[tokens, head] = _softmax(logits)
-            o[tokens, head] = weights @ v_head
-    return o, lse
+            yield tokens, head, logits, v_head
 
 
 def _softmax(logits: Array) -> tuple[Array, Array]:

@@ -73,7 +73,7 @@ class Call:
     def check(self, result: tuple[Array, Array]) -> None:
         """Compare with the oracle."""
         oracle, reference = self.data.expected
-        assert_attention_close(*result, oracle, reference, self.case.queries, f"{self.case} on {self.backend}")
+        assert_attention_close(*result, oracle, reference, self.case.queries, f"{self.case} on {self.backend}", self.data.weights_bound)
 
 
 def plan_arguments(data: Data, memory: Memory) -> tuple[list[Any], dict[str, Any]]:
