@@ -9,8 +9,8 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from functools import cache
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
