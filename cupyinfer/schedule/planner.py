@@ -257,7 +257,7 @@ def draft_plan(
     tiles = make_tiles(geometry, shape.group_size, tile_q, config.kv_tile, shape.span, mask_begin)
     cuda_graph = graph_limits is not None
     if shape.backend == "fa3" and not cuda_graph and not shape.invariant:
-        kv_tile = fa3_kv_tile(shape.kv_tiles(tile_q), tiles.keys)
+        kv_tile = fa3_kv_tile(shape.kv_tiles(tile_q), tiles.keys, shape.kv_itemsize)
         if kv_tile != config.kv_tile:
             config, policy = shape.kernel(tile_q, profile, kv_tile)
             tiles = make_tiles(geometry, shape.group_size, tile_q, kv_tile, shape.span, mask_begin)

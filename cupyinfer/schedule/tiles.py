@@ -28,10 +28,11 @@ _STATIC_SMEM = 384
 
 #: Tiles of the fa3 kernels by bytes per element and (head_dim_qk, head_dim_vo): query rows, a consumer warpgroup per 64, and for each the
 #: choices of keys. Two consumers have 216 to 224 registers a thread, three 160: there a tile's output, logits and packed weights
-#: must find room, without a soft cap or ALiBi, and so there is no 192-row tile for wider heads. Of keys the first choice is the most that
-#: also leaves two K/V stages room in 227 KB, a power of two where pages of any power of two would not fit otherwise (at head_dim 256 plain
+#: must find room, without a soft cap or ALiBi, and so there is no 192-row tile for wider 16-bit heads. Of keys the first choice is the most
+#: that also leaves two K/V stages room in 227 KB, a power of two where pages of any power of two would not fit otherwise (at head_dim 256 plain
 #: logits would leave room for 80 keys, capped ones not). A second choice has no registers for a soft cap or ALiBi. fp8 packs four weights
-#: to a register, but has rings of values as copied and as turned, and a bank of outputs (fa3_fp8_bank.cuh).
+#: to a register, but has rings of values as copied and as turned, and a bank of outputs (fa3_fp8_bank.cuh); one warp turns values for
+#: all, too slowly for three consumers of wider heads (docs/PREFILL.md).
 FA3_TILES: dict[int, dict[tuple[int, int], dict[int, tuple[int, ...]]]] = {
     2: {
         (64, 64): {128: (128,), 192: (128,)},
@@ -41,8 +42,8 @@ FA3_TILES: dict[int, dict[tuple[int, int], dict[int, tuple[int, ...]]]] = {
     },
     1: {
         (64, 64): {128: (128,), 192: (128,)},
-        (128, 128): {128: (128,), 192: (96,)},
-        (192, 128): {128: (128,), 192: (96,)},
+        (128, 128): {128: (128, 160)},
+        (192, 128): {128: (128,)},
         (256, 256): {128: (64,)},
     },
 }
@@ -50,8 +51,9 @@ FA3_ARCH = "sm_90a"
 #: Times that tiles of 128 and 192 rows take for as many keys, in one unit. Measured on an H200 at head_dim 64: 418 and 503 TFLOP/s.
 _FA3_TILE_TIME = {128: 4, 192: 5}
 _FA3_STAGES = 2
-#: Time per key of a tile's first choice of keys relative to its second, where no tile holds padding. Measured on an H200 at head_dim 128.
-_FA3_LONG_TILE_GAIN = 1.02
+#: By bytes per element, time per key of a tile's first choice of keys relative to its second, where no tile holds padding. Measured on an
+#: H200 at head_dim 128.
+_FA3_LONG_TILE_GAIN = {2: 1.02, 1: 1.05}
 #: The copy engine's swizzle repeats every 8 rows, so that is the smallest box of a paged cache.
 FA3_LEAST_PAGE = 8
 
@@ -243,17 +245,18 @@ def fa3_kv_tiles(
     return choices if page_size == 1 else tuple(tile for tile in choices if fa3_box_rows(page_size, tile) is not None)
 
 
-def fa3_kv_tile(choices: tuple[int, ...], keys: npt.NDArray[np.integer]) -> int:
+def fa3_kv_tile(choices: tuple[int, ...], keys: npt.NDArray[np.integer], kv_itemsize: int = 2) -> int:
     """Keys per tile for a batch: the second choice, which is faster per key, unless padding eats that up.
 
     Args:
         choices: of `fa3_kv_tiles`.
         keys: [num_tiles] keys of each query tile.
+        kv_itemsize: bytes per element of cache and queries.
     """
     if len(choices) == 1:
         return choices[0]
     first, second = (tile * int((-(-keys // tile)).sum(dtype=np.int64)) for tile in choices)
-    return choices[1] if second <= _FA3_LONG_TILE_GAIN * first else choices[0]
+    return choices[1] if second <= _FA3_LONG_TILE_GAIN[kv_itemsize] * first else choices[0]
 
 
 def max_tile_q(head_dim_vo: int) -> int:

@@ -7,7 +7,7 @@
 #include "tile/fa3_producer.cuh"
 
 // 16-byte chunks that a lane has in flight on their way from one tile to the other.
-constexpr int kTurnBatch = !kFewRegisters ? 4 : kHeadDimQk > 128 ? 1 : 2;
+constexpr int kTurnBatch = kFewRegisters ? 2 : 4;
 static_assert(kHeadDimVo / 16 % kTurnBatch == 0, "batches run along a row");
 
 // Keys of a copied tile that no row sees or that do not exist become zeros: they hold any bits at all, and 0 * NaN is NaN.

@@ -33,7 +33,8 @@ def assert_attention_close(
     follows the row's magnitude, not what the element happens to cancel to; and the reference's error at one element may be 0 by luck.
     With 8-bit weights, where the reference's errors are few and large and another order of keys has others, an element's bound is
     ``weights_bound`` plus the same two output roundings.
-    Bound of a log-sum-exp: ``2 * max over the request |reference - oracle| + 16 float32 epsilons of max(1, |oracle|)``.
+    Bound of a log-sum-exp: ``2 * max over the request |reference - oracle| + 16 float32 epsilons of max(1, |oracle|)``. With fp8 queries
+    the reference sums logits in as few bits as 8-bit products do, which is nearly all of its error.
     Rows whose oracle is exactly 0 (no keys) must be exactly 0, a log-sum-exp of -inf exactly -inf; NaN never passes.
 
     Args:
