@@ -14,7 +14,7 @@ from cupyinfer.backends.device import current_device, read_profile
 from cupyinfer.errors import ArgumentError, ArgumentTypeError
 from cupyinfer.schedule.tiles import FA3_ARCH, FA3_TILES
 from tests.support.batches import Case
-from tests.support.runner import run_case
+from tests.support.runner import Call, run_case
 
 PREFILL = {"op": "ragged", "page_size": 1, "dtype": "float8_e4m3fn", "o_dtype": "bfloat16"}
 PAGED = {**PREFILL, "op": "paged", "page_size": 16}
@@ -67,10 +67,43 @@ def test_features(backend: str, kind: dict[str, Any], feature: dict[str, Any]) -
     run(backend_or_skip(backend), **fields)
 
 
-@pytest.mark.parametrize("page_size", [8, 32, 64, 128, 256])
+@pytest.mark.parametrize("page_size", [8, 32, 64, 80, 128, 160, 256])
 @pytest.mark.gpu
 def test_pages_of_every_size(page_size: int) -> None:
     run(backend_or_skip("fa3"), **{**PAGED, "page_size": page_size}, causal=True)
+
+
+@pytest.mark.parametrize(
+    "feature", [{}, {"causal": True, "scales": "head", "sinks": True}, {"window_left": 500}, {"heads": (10, 2), "causal": True}], ids=str
+)
+@pytest.mark.parametrize("kind", [PAGED, PREFILL], ids=["paged", "ragged"])
+@pytest.mark.gpu
+def test_tiles_of_160_keys(kind: dict[str, Any], feature: dict[str, Any]) -> None:
+    """Units that CTAs share."""
+    case = Case(**{**kind, "kv_lens": (3840, 1600, 480), "qo_lens": (70, 120, 160), **feature})
+    call = Call(case, backend_or_skip("fa3"))
+    call.plan()
+    assert call.wrapper.plan_info.kv_tile == 160
+    run_case(case, "fa3")
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        {"kv_lens": (5360, 2650, 475), "qo_lens": (40, 33, 100), "causal": True},
+        {"kv_lens": (2900, 2650), "qo_lens": (33, 20), "scales": "head", "sinks": True},
+        {"kv_lens": (160, 155) * 5, "qo_lens": (64, 60) * 5, "heads": (32, 16), "causal": True},
+    ],
+    ids=["two deposits", "scales", "more than CTAs"],
+)
+@pytest.mark.gpu
+def test_whole_rows_of_160_keys(batch: dict[str, Any]) -> None:
+    """No part is merged: the bank holds long rows, and CTAs go from one unit to the next."""
+    case = Case(**{**PAGED, "page_size": 80, "disable_split_kv": True, **batch})
+    call = Call(case, backend_or_skip("fa3"))
+    call.plan()
+    assert call.wrapper.plan_info.kv_tile == 160 and call.wrapper.plan_info.num_merge_groups == 0
+    run_case(case, "fa3")
 
 
 def _small(rng: np.random.Generator, shape: tuple[int, ...]) -> Any:

@@ -247,8 +247,9 @@ def _e4m3_products(q: Array, k: Array) -> Array:
         # Summands lie along the first axis, where sums and maxima over it are fast.
         dims = slice(begin, begin + 32)
         summands = np.concatenate([q.T[dims, :, None] * k.T[dims, None, :], acc[None]])
-        exponent = unit_exponent(np.abs(summands).max(axis=0))
-        acc = np.ldexp(np.trunc(np.ldexp(summands, -exponent)).sum(axis=0), exponent)
+        exponent = unit_exponent(np.maximum(summands.max(axis=0), -summands.min(axis=0)))
+        summands *= np.ldexp(np.float32(1), -exponent)
+        acc = np.ldexp(np.trunc(summands, out=summands).sum(axis=0), exponent)
         exponent = unit_exponent(np.abs(acc))
         acc = np.ldexp(np.trunc(np.ldexp(acc, -exponent)), exponent)
     return acc
