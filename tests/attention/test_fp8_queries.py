@@ -79,7 +79,7 @@ def test_pages_of_every_size(page_size: int) -> None:
 @pytest.mark.parametrize("kind", [PAGED, PREFILL], ids=["paged", "ragged"])
 @pytest.mark.gpu
 def test_tiles_of_160_keys(kind: dict[str, Any], feature: dict[str, Any]) -> None:
-    """Units that CTAs share."""
+    """Units that CTAs share, and with a window units that they take whole."""
     case = Case(**{**kind, "kv_lens": (3840, 1600, 480), "qo_lens": (70, 120, 160), **feature})
     call = Call(case, backend_or_skip("fa3"))
     call.plan()
