@@ -12,4 +12,4 @@ struct Fa3Params {
   int num_pages;  // the first page that does not exist: boxes there become zeros
   TensorMap k, v;
 };
-static_assert(sizeof(AttentionParams) == 280 && sizeof(Fa3Params) == 576, "FA3_PARAMS in cupyinfer/backends/params.py says otherwise");
+static_assert(sizeof(AttentionParams) == 288 && sizeof(Fa3Params) == 576, "FA3_PARAMS in cupyinfer/backends/params.py says otherwise");

@@ -307,7 +307,8 @@ def _plan_on_gpu(request: AttentionRequest, draft: PlanDraft, info: PlanInfo, wo
     )
     per_head = {} if values is NO_VALUES else values.addresses(ints + info.values_offset)
     make = Fa3Launcher if isinstance(kernel, Fa3Kernel) else Fa2Launcher
-    launcher = make(kernel, addresses, draft.counts.num_tiles, per_head, info.num_ctas, (workspaces, request.pages, values))  # type: ignore[arg-type]
+    steps = draft.counts.num_tiles, info.unit_step
+    launcher = make(kernel, addresses, steps, per_head, info.num_ctas, (workspaces, request.pages, values))  # type: ignore[arg-type]
     if info.int_bytes:
         launcher.upload(lambda block: _fill(request, draft, info, block), info.int_bytes, ints)
     if pages is not None and copied:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,7 @@ CTA_INTS = len(CTA_FIELDS)
 GROUP_INTS = len(GROUP_FIELDS)
 
 _NONE, _ONE = scalar(-1), scalar(1)
+_NO_GROUP = np.array(-1, np.int32)
 
 
 class Partition(NamedTuple):
@@ -62,6 +63,30 @@ def _idle_ctas(num_ctas: int, part: int) -> npt.NDArray[np.int32]:
     return cta_work
 
 
+class _Cuts(NamedTuple):
+    """An evenly cut line.
+
+    Attributes:
+        fields: int64 [6, shares + 1], what a share's record says from `unit` to `tail_group`; the last column is the end of the line.
+        num_groups: units that more than one share works on.
+        num_parts: [num_groups] parts of each, or None where all have two.
+        num_rows: [num_groups] valid query rows of each, or those of every one.
+    """
+
+    fields: Ints
+    num_groups: int
+    num_parts: Ints | None
+    num_rows: npt.NDArray[Any] | int
+
+    def merge_groups(self, heads: int) -> tuple[npt.NDArray[np.int32], int]:
+        """As merge_groups_of, every group as often as there are heads that are cut alike, all heads of one after the other."""
+        num_groups, num_parts, num_rows = self.num_groups * heads, self.num_parts, self.num_rows
+        if num_parts is None and isinstance(num_rows, int):
+            return _pairs(room_for(num_groups), num_rows)[:num_groups], 2 * num_groups * num_rows
+        parts = scalar(2) if num_parts is None else num_parts if heads == 1 else num_parts.repeat(heads)
+        return merge_groups_of(parts, parts * (num_rows if isinstance(num_rows, int) or heads == 1 else num_rows.repeat(heads)))
+
+
 def cut_line(
     iterations: Ints,
     tile_begin: Ints,
@@ -90,7 +115,56 @@ def cut_line(
     """
     whole_tile, whole_head = divmod(num_whole_units, num_kv_heads)
     line_begin = int(tile_begin[whole_tile]) + whole_head * int(iterations[whole_tile]) if num_whole_units else 0
-    line_length = int(tile_begin[-1]) - line_begin
+    cuts = _cut(iterations, tile_begin, longest, num_rows, num_kv_heads, line_begin, shares)
+    cta_work = _with_whole_units(num_ctas, num_whole_units, 0)
+    cta_work[:shares, 1:-1] = cuts.fields[:, :-1].T
+    return Partition(cta_work, *cuts.merge_groups(1))
+
+
+def cut_line_of_each_head(
+    iterations: Ints,
+    tile_begin: Ints,
+    longest: int,
+    num_rows: npt.NDArray[np.int32] | int,
+    num_kv_heads: int,
+    num_ctas: int,
+    shares: int,
+) -> Partition:
+    """Cut the line of every KV head alike into `shares` ranges; CTA ``share * num_kv_heads + head`` gets that share of that head.
+
+    Merge group ``g * num_kv_heads + head`` is the unit of that head in the ``g``-th tile that is cut. There are at most
+    ``2 * (shares - 1)`` parts per head. Arguments as for `cut_line`, but for:
+
+    Args:
+        tile_begin: [num_tiles + 1] iterations of one head before each tile, and of all tiles at the end.
+        shares: CTAs per head.
+    """
+    cuts = _cut(iterations, tile_begin, longest, num_rows, 1, 0, shares)
+    fields, heads = cuts.fields[:, :-1], _first_heads(num_kv_heads)
+    fields[::3] *= scalar(num_kv_heads)  # tile to unit, and group of a tile to group of its first head
+    fields[5] *= scalar(num_kv_heads)
+    cta_work = _with_whole_units(num_ctas, 0, 0)
+    records = cta_work[: shares * num_kv_heads].reshape(shares, num_kv_heads, CTA_INTS)
+    np.add(fields.T[:, None], heads, out=records[:, :, 1:-1], casting="unsafe")
+    groups = records[:, :, 4:7:2]
+    np.maximum(groups, _NO_GROUP, out=groups)
+    return Partition(cta_work, *cuts.merge_groups(num_kv_heads))
+
+
+@lru_cache(maxsize=16)
+def _first_heads(num_kv_heads: int) -> Ints:
+    """[num_kv_heads, 6]: what each head adds to a share's fields of the first one."""
+    added = np.zeros((num_kv_heads, CTA_INTS - 2), np.int64)
+    added[:, ::3] = added[:, 5:] = counting(num_kv_heads)[:, None]
+    added.flags.writeable = False
+    return added
+
+
+def _cut(
+    iterations: Ints, tile_begin: Ints, longest: int, num_rows: npt.NDArray[np.int32] | int, num_kv_heads: int, line_begin: int, shares: int
+) -> _Cuts:
+    """The cuts of a line that begins so many iterations after the first unit; arguments as for cut_line."""
+    line_length = tile_begin.item(-1) - line_begin
     cuts = counting(shares + 1) * np.array(line_length)
     cuts //= scalar(shares)
     if line_begin:
@@ -113,12 +187,8 @@ def cut_line(
         divides = np.minimum(inside, _ONE, out=part)
         np.add.accumulate(divides, out=group)
     num_groups = group.item(-1)
-    if several or not isinstance(num_rows, int):
-        num_parts = np.bincount(group.compress(divides))[1:] + _ONE if several else scalar(2)
-        rows = num_parts * (num_rows if isinstance(num_rows, int) else num_rows.take(tile.compress(part == _ONE)))
-        merge_groups, num_partial_rows = merge_groups_of(num_parts, rows)
-    else:
-        merge_groups, num_partial_rows = _pairs(shares, num_rows)[:num_groups], 2 * num_groups * num_rows
+    num_parts = np.bincount(group.compress(divides))[1:] + _ONE if several else None
+    rows = num_rows if isinstance(num_rows, int) else num_rows.take(tile.compress(part == _ONE))
 
     # A segment has the group of a cut that it begins or ends at inside its unit. A share's first segment may do either, its last one,
     # when that is another, only the latter, and is then part 0.
@@ -129,9 +199,7 @@ def cut_line(
         alone = unit[1:] == unit[:-1]
         np.copyto(group[:-1], group[1:], where=alone)
         np.copyto(fields[5, :-1], _NONE, where=alone)
-    cta_work = _with_whole_units(num_ctas, num_whole_units, 0)
-    cta_work[:shares, 1:-1] = fields[:, :-1].T
-    return Partition(cta_work, merge_groups, num_partial_rows)
+    return _Cuts(fields, num_groups, num_parts, rows)
 
 
 def merge_groups_of(num_parts: Ints, rows: Ints) -> tuple[npt.NDArray[np.int32], int]:

@@ -170,7 +170,7 @@ class PlanDraft(NamedTuple):
             WorkspaceError: a buffer is too small.
         """
         offsets = lay_out(self.counts, float_allocator, int_allocator)
-        geometry, (config, tiles, (cta_work, merge_groups, num_partial_rows)) = self.geometry, self.schedule
+        geometry, (config, tiles, (cta_work, merge_groups, num_partial_rows), unit_step) = self.geometry, self.schedule
         kind = DecodePlanInfo if self.shape.decode else PrefillPlanInfo
         return kind.of_fields(
             num_requests=geometry.batch_size,
@@ -182,6 +182,7 @@ class PlanDraft(NamedTuple):
             num_tiles=len(tiles),
             num_merge_groups=len(merge_groups),
             num_partial_rows=num_partial_rows,
+            unit_step=unit_step,
             cuda_graph=int(self.cuda_graph),
             tiles_offset=offsets.tiles,
             cta_work_offset=offsets.cta_work,
@@ -197,7 +198,7 @@ class PlanDraft(NamedTuple):
     def write_records(self, info: PlanInfo, records: npt.NDArray[np.uint8]) -> None:
         """Fill the tile, CTA and merge-group regions of an int workspace, or of a staging copy of it."""
         ints = records[: info.int_bytes & -4].view(np.int32)
-        _, tiles, (cta_work, merge_groups, _) = self.schedule
+        _, tiles, (cta_work, merge_groups, _), _ = self.schedule
         for offset, values in ((info.tiles_offset, tiles), (info.cta_work_offset, cta_work), (info.merge_groups_offset, merge_groups)):
             begin = offset // 4
             ints[begin : begin + values.size] = values.ravel()
@@ -240,7 +241,7 @@ def draft_plan(
     if graph_limits is not None:
         counts = shape.capacity(config, profile, graph_limits, num_page_indices, value_bytes)
     else:
-        _, records, (cta_work, merge_groups, rows) = schedule
+        _, records, (cta_work, merge_groups, rows), _ = schedule
         counts = RegionCounts(len(records), len(cta_work), len(merge_groups), rows, shape.head_dim_vo, num_page_indices, value_bytes)
     return PlanDraft(shape, geometry, schedule, counts, cuda_graph)
 

@@ -90,8 +90,8 @@ def test_pieces_that_leave_many_sms_idle_are_not_made() -> None:
     """72 units fill 132 SMs neither whole nor in halves: an even cut does."""
     placed = place(replace(ONE_PROMPT, qo_lens=[1] * 9, kv_lens=[8192] * 9).draft())
     assert all(tile["split_group"] < 0 for tile in placed.tiles)
-    assert placed.info.num_ctas == 132
-    assert busiest(placed, walk(placed, 8)) == -(-72 * 128 // 132)
+    assert placed.info.num_ctas == 128
+    assert busiest(placed, walk(placed, 8)) == -(-9 * 128 // 16)
 
 
 def test_pieces_begin_where_the_window_does() -> None:
