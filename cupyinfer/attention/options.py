@@ -180,7 +180,6 @@ class AttentionOptions:
 
 @_kept
 def make_options(
-    *,
     decode: bool,
     paged: bool,
     num_qo_heads: Any,

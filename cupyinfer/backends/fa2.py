@@ -115,11 +115,11 @@ class Fa2Launcher:
         self._strides: tuple[int, ...] | None = None
         self._scales: RunScales | None = kernel.scales
 
-    def upload(self, fill: Callable[[npt.NDArray[np.uint8]], None], num_bytes: int, destination: int) -> None:
-        """Queue the copy of a plan's records to the int workspace, on CuPy's current stream of the device."""
+    def upload(self, fill: Callable[[npt.NDArray[np.uint8]], None], num_bytes: int, destination: int, stream: int) -> None:
+        """Queue the copy of a plan's records to the int workspace, on the stream of that handle."""
         with use_device(self.device_id):
-            self._uploaded_on = current_stream_ptr(self.device_id)
-            self._uploaded = self._kernel.staging.upload(fill, num_bytes, destination, self._uploaded_on)
+            self._uploaded = self._kernel.staging.upload(fill, num_bytes, destination, stream)
+            self._uploaded_on = stream
 
     def copy(self, source: int, num_bytes: int, destination: int) -> None:
         """Queue a copy within device memory behind the upload."""

@@ -140,24 +140,34 @@ def cut_line_of_each_head(
         shares: CTAs per head.
     """
     cuts = _cut(iterations, tile_begin, longest, num_rows, 1, 0, shares)
-    fields, heads = cuts.fields[:, :-1], _first_heads(num_kv_heads)
-    fields[::3] *= scalar(num_kv_heads)  # tile to unit, and group of a tile to group of its first head
-    fields[5] *= scalar(num_kv_heads)
-    cta_work = _with_whole_units(num_ctas, 0, 0)
-    records = cta_work[: shares * num_kv_heads].reshape(shares, num_kv_heads, CTA_INTS)
-    np.add(fields.T[:, None], heads, out=records[:, :, 1:-1], casting="unsafe")
-    groups = records[:, :, 4:7:2]
-    np.maximum(groups, _NO_GROUP, out=groups)
+    of_share = np.zeros((shares, CTA_INTS), np.int32)
+    of_share[:, 1:-1] = cuts.fields[:, :-1].T
+    share, factors, added = _by_head(shares, num_kv_heads)
+    of_share *= factors
+    cta_work = of_share.take(share, axis=0)
+    cta_work += added
+    # Nothing but the group of a segment without one is less than that.
+    np.maximum(cta_work, _NO_GROUP, out=cta_work)
+    if num_ctas > len(cta_work):
+        busy, cta_work = cta_work, _with_whole_units(num_ctas, 0, 0)
+        cta_work[: len(busy)] = busy
     return Partition(cta_work, *cuts.merge_groups(num_kv_heads))
 
 
 @lru_cache(maxsize=16)
-def _first_heads(num_kv_heads: int) -> Ints:
-    """[num_kv_heads, 6]: what each head adds to a share's fields of the first one."""
-    added = np.zeros((num_kv_heads, CTA_INTS - 2), np.int64)
-    added[:, ::3] = added[:, 5:] = counting(num_kv_heads)[:, None]
-    added.flags.writeable = False
-    return added
+def _by_head(shares: int, num_kv_heads: int) -> tuple[Ints, npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+    """What makes records of all heads out of those of one, whose units are tiles and whose groups are counted per tile.
+
+    The share of every CTA, int32 [shares, 8] factors of that share's fields, and int32 [num_ctas, 8] what its head adds to them.
+    """
+    share, head = np.divmod(counting(shares * num_kv_heads), num_kv_heads)
+    factors, added = np.ones((shares, CTA_INTS), np.int32), np.zeros((len(head), CTA_INTS), np.int32)
+    for name in ("unit", "head_group", "tail_group"):
+        factors[:, CTA_FIELDS.index(name)] = num_kv_heads
+        added[:, CTA_FIELDS.index(name)] = head
+    for kept in (share, factors, added):
+        kept.flags.writeable = False
+    return share, factors, added
 
 
 def _cut(

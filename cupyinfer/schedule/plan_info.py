@@ -71,7 +71,7 @@ class PlanInfo:
     def of_fields(cls, **fields: int) -> Self:
         """The plan of all its fields by name; a frozen dataclass's own constructor takes several times as long."""
         info = object.__new__(cls)
-        info.__dict__.update(fields)
+        object.__setattr__(info, "__dict__", fields)
         return info
 
     def to_vector(self) -> npt.NDArray[np.int64]:

@@ -169,7 +169,9 @@ class PlanDraft(NamedTuple):
         Raises:
             WorkspaceError: a buffer is too small.
         """
-        offsets = lay_out(self.counts, float_allocator, int_allocator)
+        tiles_at, cta_work_at, groups_at, pages_at, values_at, partial_o_at, partial_lse_at = lay_out(
+            self.counts, float_allocator, int_allocator
+        )
         geometry, (config, tiles, (cta_work, merge_groups, num_partial_rows), unit_step) = self.geometry, self.schedule
         kind = DecodePlanInfo if self.shape.decode else PrefillPlanInfo
         return kind.of_fields(
@@ -184,24 +186,23 @@ class PlanDraft(NamedTuple):
             num_partial_rows=num_partial_rows,
             unit_step=unit_step,
             cuda_graph=int(self.cuda_graph),
-            tiles_offset=offsets.tiles,
-            cta_work_offset=offsets.cta_work,
-            merge_groups_offset=offsets.merge_groups,
-            page_indices_offset=offsets.page_indices,
-            values_offset=offsets.values,
-            partial_o_offset=offsets.partial_o,
-            partial_lse_offset=offsets.partial_lse,
+            tiles_offset=tiles_at,
+            cta_work_offset=cta_work_at,
+            merge_groups_offset=groups_at,
+            page_indices_offset=pages_at,
+            values_offset=values_at,
+            partial_o_offset=partial_o_at,
+            partial_lse_offset=partial_lse_at,
             float_bytes=float_allocator.num_allocated_bytes,
             int_bytes=int_allocator.num_allocated_bytes,
         )
 
     def write_records(self, info: PlanInfo, records: npt.NDArray[np.uint8]) -> None:
         """Fill the tile, CTA and merge-group regions of an int workspace, or of a staging copy of it."""
-        ints = records[: info.int_bytes & -4].view(np.int32)
         _, tiles, (cta_work, merge_groups, _), _ = self.schedule
         for offset, values in ((info.tiles_offset, tiles), (info.cta_work_offset, cta_work), (info.merge_groups_offset, merge_groups)):
-            begin = offset // 4
-            ints[begin : begin + values.size] = values.ravel()
+            if len(values):
+                np.ndarray(values.shape, np.int32, records, offset)[:] = values  # type: ignore[call-overload]
 
 
 def draft_plan(
