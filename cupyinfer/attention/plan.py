@@ -225,7 +225,7 @@ def _fill(request: AttentionRequest, draft: PlanDraft, info: PlanInfo, records: 
     draft.write_records(info, records)
     pages = request.pages.on_host
     if pages is not None:
-        np.ndarray(len(pages), np.int32, records, info.page_indices_offset)[:] = pages  # type: ignore[call-overload]
+        np.ndarray(len(pages), np.int32, records, info.page_indices_offset)[:] = pages
     if request.values.blocks:
         request.values.write(records[info.values_offset :])
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from cupyinfer.schedule.partition import CTA_INTS, GROUP_INTS
 from cupyinfer.schedule.tiling import TILE_INTS
-from cupyinfer.workspace import WORKSPACE_ALIGNMENT, AlignedAllocator, WorkspaceSize
+from cupyinfer.workspace import AlignedAllocator, WorkspaceSize
 
 
 class RegionCounts(NamedTuple):

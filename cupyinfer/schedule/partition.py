@@ -21,6 +21,7 @@ GROUP_INTS = len(GROUP_FIELDS)
 
 _NONE, _ONE = scalar(-1), scalar(1)
 _NO_GROUP = np.array(-1, np.int32)
+_NO_GROUPS = np.empty((0, GROUP_INTS), np.int32)
 
 
 class Partition(NamedTuple):
@@ -39,12 +40,15 @@ class Partition(NamedTuple):
 
 def no_groups() -> npt.NDArray[np.int32]:
     """Merge groups of a schedule that shares nothing."""
-    return np.empty((0, GROUP_INTS), np.int32)
+    return _NO_GROUPS
 
 
+@lru_cache(maxsize=16)
 def whole_units_only(num_ctas: int, num_units: int) -> npt.NDArray[np.int32]:
-    """CTA records of a schedule in which every unit is done by one CTA."""
-    return _with_whole_units(num_ctas, num_units, -1)
+    """CTA records of a schedule in which every unit is done by one CTA; read-only, since they are kept between plans."""
+    cta_work = _with_whole_units(num_ctas, num_units, -1)
+    cta_work.flags.writeable = False
+    return cta_work
 
 
 def _with_whole_units(num_ctas: int, num_units: int, part: int) -> npt.NDArray[np.int32]:
@@ -184,7 +188,7 @@ def _cut(
     unit, inside, group, part = fields[0], fields[1], fields[3], fields[4]
     tile = tile_begin[1:].searchsorted(cuts, side="right")
     np.divmod(cuts - tile_begin.take(tile), iterations.take(tile, mode="clip"), unit, inside)
-    unit += tile * scalar(num_kv_heads)
+    unit += tile if num_kv_heads == 1 else tile * scalar(num_kv_heads)
     np.subtract(cuts[1:], cuts[:-1], fields[2, :-1])
 
     # Part n of a unit begins at the n-th cut inside it: that many parts of its unit lie before a cut.

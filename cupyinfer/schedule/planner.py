@@ -202,7 +202,7 @@ class PlanDraft(NamedTuple):
         _, tiles, (cta_work, merge_groups, _), _ = self.schedule
         for offset, values in ((info.tiles_offset, tiles), (info.cta_work_offset, cta_work), (info.merge_groups_offset, merge_groups)):
             if len(values):
-                np.ndarray(values.shape, np.int32, records, offset)[:] = values  # type: ignore[call-overload]
+                np.ndarray(values.shape, np.int32, records, offset)[:] = values
 
 
 def draft_plan(
