@@ -181,16 +181,19 @@ def paged_kv_lengths(indptr: Ints, last_page_len: Ints, page_size: int, names: t
     missing = size - last_page_len
     kv_len *= size
     kv_len -= missing
-    lengths = KvLengths.of(kv_len)
+    if not kv_len.size:
+        return KvLengths(kv_len, 0, 0)
+    shortest, longest = kv_len.item(kv_len.argmin()), kv_len.item(kv_len.argmax())
     # Where 0 to page_size - 1 keys are missing, only a request without pages, or with fewer than none, has no key: the usual batch is
     # checked by the ends of both ranges. Seen as unsigned, less than 0 is more than any page holds.
     unsigned = missing.view(_UINT64)
-    if lengths.shortest < 1 or unsigned.item(unsigned.argmax()) >= page_size:
+    if shortest < 1 or unsigned.item(unsigned.argmax()) >= page_size:
         _check_order(indptr, names[0])
         _check_last_page_len(last_page_len, indptr[1:] - indptr[:-1], page_size, names[1])
         np.maximum(kv_len, scalar(0), out=kv_len)
-        lengths = KvLengths(kv_len, max(0, lengths.shortest), max(0, lengths.longest))
-    if lengths.longest > MAX_KV_LEN or indptr.item(-1) > _INT32_MAX:
+        shortest, longest = max(0, shortest), max(0, longest)
+    lengths = KvLengths(kv_len, shortest, longest)
+    if longest > MAX_KV_LEN or indptr.item(-1) > _INT32_MAX:
         _check_end(indptr, names[0])
         _check_kv_len(lengths, names[0])
     return lengths

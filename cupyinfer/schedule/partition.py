@@ -179,7 +179,7 @@ def _cut(
 ) -> _Cuts:
     """The cuts of a line that begins so many iterations after the first unit; arguments as for cut_line."""
     line_length = tile_begin.item(-1) - line_begin
-    cuts = counting(shares + 1) * np.array(line_length)
+    cuts = counting(shares + 1) * (np.array(line_length) if line_begin else tile_begin[-1:])
     cuts //= scalar(shares)
     if line_begin:
         cuts += np.array(line_begin)
