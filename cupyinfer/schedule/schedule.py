@@ -195,7 +195,7 @@ def _equal_piece_kv(tiles: Tiles, iterations: int, config: TileConfig, num_sms: 
     if tiles.shortest != tiles.longest:
         return None
     grid, num_units = num_sms * config.ctas_per_sm, len(tiles.records) * num_kv_heads
-    pieces = max(1, min(grid // num_units, iterations // _MIN_SHARE))
+    pieces = max(1, min(grid // num_units, -(-iterations // _MIN_SHARE)))  # the last one may be shorter
     per_piece = -(-iterations // pieces)
     busiest = -(-num_units * pieces // grid) * per_piece
     if busiest * grid <= _IDLE_SMS * num_units * iterations or per_piece <= _MIN_SHARE:
