@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import numbers
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, wraps
+from inspect import Signature
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
@@ -188,7 +190,6 @@ class AttentionOptions:
 
 @_kept
 def make_options(
-    *,
     decode: bool,
     paged: bool,
     num_qo_heads: Any,
@@ -262,6 +263,14 @@ def make_options(
     )
     options.shape  # noqa: B018 - checks the split arguments
     return options
+
+
+def _named_only(signature: Signature) -> Signature:
+    return signature.replace(parameters=[one.replace(kind=one.KEYWORD_ONLY) for one in signature.parameters.values()])
+
+
+# Those who pass options on take them by name only; taking them by position too is for the sake of time.
+make_options.__signature__ = _named_only(inspect.signature(make_options))  # type: ignore[attr-defined]
 
 
 @_kept

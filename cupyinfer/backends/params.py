@@ -27,7 +27,7 @@ ATTENTION_PARAMS = np.dtype(
     + [(name, np.uint64) for name in _DIVISORS]
     + [(name, np.int32) for name in _INTS]
     + [(name, np.float32) for name in _FLOATS]
-    + [("max_tiles", np.int32)],
+    + [("max_tiles", np.int32), ("unit_step", np.int32)],
     align=True,
 )
 
@@ -36,7 +36,7 @@ FA3_PARAMS = np.dtype(
     {
         "names": ["base", "box_rows", "num_pages", "q_boxes", "o_boxes", "k", "v", "q", "o"],
         "formats": [ATTENTION_PARAMS, np.int32, np.int32, np.int32, np.int32, "V128", "V128", "V128", "V128"],
-        "offsets": [0, 280, 284, 288, 292, 320, 448, 576, 704],
+        "offsets": [0, 288, 292, 296, 300, 320, 448, 576, 704],
         "itemsize": 832,
     }
 )
