@@ -42,8 +42,9 @@ struct AttentionParams {
   float rope_rcp_scale;       // 1 / rope_scale
   float rope_log2_theta;      // log2(rope_theta)
   int max_tiles;              // tile records that exist, used or not
+  int unit_step;              // from one unit of a CTA's share to the next
 #ifdef CUPYINFER_USER_VARIANT
-  UserParams user;
+  alignas(8) UserParams user;
 #endif
 };
 

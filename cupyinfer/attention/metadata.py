@@ -16,6 +16,7 @@ from cupyinfer.interop import ArrayView, as_view, cupy_array
 from cupyinfer.schedule.geometry import BatchGeometry, Ints, host_integers
 
 _INT32_MAX = 2**31 - 1
+_INT32 = np.dtype(np.int32)
 _UNSIGNED: dict[int, np.dtype[Any]] = {4: np.dtype(np.uint32), 8: np.dtype(np.uint64)}
 
 
@@ -82,18 +83,20 @@ def page_table(indices: Any, num_entries: int, argument: str, copied: bool = Fal
             _check_entries(view.shape[0], num_entries, argument)
             return PageTable(num_entries, on_device=view, copied=copied)
         indices = to_host(indices, argument)
-    entries = np.asarray(indices)
-    if entries.dtype != np.int32 or entries.ndim != 1:
+    entries = indices if type(indices) is np.ndarray else np.asarray(indices)
+    if entries.dtype != _INT32 or entries.ndim != 1:
         entries = host_integers(entries, argument)
-    _check_entries(len(entries), num_entries, argument)
-    used = entries[:num_entries]
+    have = len(entries)
+    if have != num_entries:
+        _check_entries(have, num_entries, argument)
+    used = entries if have == num_entries else entries[:num_entries]
     # One pass finds both ends: seen as unsigned, a negative id is larger than any that is allowed.
     unsigned = used.view(_UNSIGNED[used.itemsize])
     high = unsigned.item(unsigned.argmax()) if num_entries else -1
     if high > _INT32_MAX:
         low = int(used.min())
         raise ArgumentError(f"{argument}: holds page id {low if low < 0 else high}, page ids are 0 to {_INT32_MAX}")
-    return PageTable(num_entries, on_host=np.ascontiguousarray(used, np.int32), max_page=high)
+    return PageTable(num_entries, np.ascontiguousarray(used, _INT32), None, False, high)
 
 
 def _check_entries(have: int, need: int, argument: str) -> None:

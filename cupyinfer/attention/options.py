@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import numbers
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, wraps
+from inspect import Signature
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
@@ -200,7 +202,6 @@ class AttentionOptions:
 
 @_kept
 def make_options(
-    *,
     decode: bool,
     paged: bool,
     num_qo_heads: Any,
@@ -210,7 +211,6 @@ def make_options(
     page_size: Any = 1,
     q_data_type: Any = "float16",
     kv_data_type: Any = None,
-    o_data_type: Any = None,
     causal: Any = False,
     window_left: Any = -1,
     sm_scale: Any = None,
@@ -220,6 +220,7 @@ def make_options(
     rope_theta: Any = None,
     fixed_split_size: Any = None,
     disable_split_kv: Any = False,
+    o_data_type: Any = None,
 ) -> AttentionOptions:
     """Check a plan's arguments and fill in defaults: ``sm_scale = 1 / sqrt(head_dim_qk)``, rope_scale 1, rope_theta 10000.
 
@@ -290,6 +291,14 @@ def _element_types(decode: bool, q_data_type: Any, kv_data_type: Any, o_data_typ
     if o_data_type is not None and canonical_dtype(o_data_type, "o_data_type", HALF_TYPES) != q_dtype:
         raise ArgumentTypeError(f"o_data_type: got {o_data_type} for {q_dtype} queries, whose outputs are {q_dtype} too")
     return q_dtype, kv_dtype, q_dtype
+
+
+def _named_only(signature: Signature) -> Signature:
+    return signature.replace(parameters=[one.replace(kind=one.KEYWORD_ONLY) for one in signature.parameters.values()])
+
+
+# Those who pass options on take them by name only; taking them by position too is for the sake of time.
+make_options.__signature__ = _named_only(inspect.signature(make_options))  # type: ignore[attr-defined]
 
 
 @_kept

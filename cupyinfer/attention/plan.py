@@ -22,7 +22,7 @@ from cupyinfer.backends.fa3 import Fa3Kernel, Fa3Launcher
 from cupyinfer.backends.host_launcher import HostLauncher
 from cupyinfer.backends.params import division_multiplier
 from cupyinfer.errors import ArgumentError, BackendUnavailable, StateError
-from cupyinfer.interop import CPU_DEVICE, ArrayView, Device, as_view, hand_back, is_capturing, release_after_work, use_device
+from cupyinfer.interop import CPU_DEVICE, ArrayView, Device, as_view, current_stream_state, hand_back, release_after_work, use_device
 from cupyinfer.schedule.capacity import BatchLimits
 from cupyinfer.schedule.geometry import BatchGeometry
 from cupyinfer.schedule.plan_info import PlanInfo
@@ -31,7 +31,7 @@ from cupyinfer.schedule.profile import HOST_PROFILE, DeviceProfile
 from cupyinfer.schedule.tiles import FA3_ARCH
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class AttentionRequest:
     """A batch and everything a plan needs to know of it, made for one plan and completed by who plans.
 
@@ -217,22 +217,22 @@ def plan_attention(request: AttentionRequest, workspaces: Workspaces, profile: D
         raise BackendUnavailable(f"workspaces: lie on {device}; user variants are CUDA source and need a GPU")
     if device.kind == "cuda":
         own = read_profile(device.index)
-        if is_capturing(device.index):
+        stream, capturing = current_stream_state(device.index)
+        if capturing:
             raise StateError(f"plan: CuPy's current stream of {device} is being captured, and a plan cannot be part of a CUDA graph")
         if profile is not None and profile.arch != own.arch:
             raise BackendUnavailable(f"profile: {profile.name} has kernels of {profile.arch}, the workspaces lie on a GPU of {own.arch}")
         profile = own if profile is None else profile
     draft = request.draft(HOST_PROFILE if profile is None else profile)
     info = draft.place(*workspaces.allocators(draft))
-    _check_on_device(request, device)
+    if request.pages.on_device is not None or request.values.device:
+        _check_on_device(request, device)
     if device.kind == "cpu":
         return _plan_on_host(request, draft, info, workspaces)
-    return _plan_on_gpu(request, draft, info, workspaces, read_profile(device.index))
+    return _plan_on_gpu(request, draft, info, workspaces, own, stream)
 
 
 def _check_on_device(request: AttentionRequest, device: Device) -> None:
-    if request.pages.on_device is None and not request.values.device:
-        return
     given = dict(request.values.device)
     if request.pages.on_device is not None:
         given["indices"] = request.pages.on_device
@@ -242,11 +242,11 @@ def _check_on_device(request: AttentionRequest, device: Device) -> None:
 
 
 def _fill(request: AttentionRequest, draft: PlanDraft, info: PlanInfo, records: npt.NDArray[np.uint8]) -> None:
-    """Write everything the int workspace holds."""
+    """Write everything the int workspace holds to its beginning, `records`, which may be longer than the plan needs."""
     draft.write_records(info, records)
     pages = request.pages.on_host
     if pages is not None:
-        records[info.page_indices_offset : info.page_indices_offset + pages.nbytes].view(np.int32)[:] = pages
+        np.ndarray(len(pages), np.int32, records, info.page_indices_offset)[:] = pages
     if request.values.blocks:
         request.values.write(records[info.values_offset :])
 
@@ -311,7 +311,9 @@ def _planned_kernel(
     return kernel
 
 
-def _plan_on_gpu(request: AttentionRequest, draft: PlanDraft, info: PlanInfo, workspaces: Workspaces, profile: DeviceProfile) -> Plan:
+def _plan_on_gpu(
+    request: AttentionRequest, draft: PlanDraft, info: PlanInfo, workspaces: Workspaces, profile: DeviceProfile, stream: int
+) -> Plan:
     device, values = workspaces.device, request.values
     backend = draft.shape.backend
     kernel = _planned_kernel(request.options, backend, info, values.mask_begin is not None, profile, device.index)
@@ -327,9 +329,10 @@ def _plan_on_gpu(request: AttentionRequest, draft: PlanDraft, info: PlanInfo, wo
     )
     per_head = {} if values is NO_VALUES else values.addresses(ints + info.values_offset)
     make = Fa3Launcher if isinstance(kernel, Fa3Kernel) else Fa2Launcher
-    launcher = make(kernel, addresses, draft.counts.num_tiles, per_head, info.num_ctas, (workspaces, request.pages, values))  # type: ignore[arg-type]
+    steps = draft.counts.num_tiles, info.unit_step
+    launcher = make(kernel, addresses, steps, per_head, info.num_ctas, (workspaces, request.pages, values))  # type: ignore[arg-type]
     if info.int_bytes:
-        launcher.upload(lambda block: _fill(request, draft, info, block), info.int_bytes, ints)
+        launcher.upload(lambda block: _fill(request, draft, info, block), info.int_bytes, ints, stream)
     if pages is not None and copied:
         launcher.copy(pages.ptr, 4 * request.pages.num_entries, addresses.page_indices)
     return Plan(request, info, device, launcher, workspaces.memory(info))

@@ -25,13 +25,15 @@ _ARRAYS = struct.Struct("<5Q")
 _STRIDES = struct.Struct("<10q")
 #: What changes from plan to plan: where the plan's records, page table and partial results lie.
 _PLANNED = struct.Struct("<6Q")
+#: And how many tile records there are, and how to get from unit to unit.
+_STEPS = struct.Struct("<2i")
 _CODES = {"u8": "Q", "i8": "q", "i4": "i", "f4": "f"}
 #: How to write one field of the record, and where.
 _FIELDS = {
     name: (struct.Struct("<" + _CODES[f"{dtype.kind}{dtype.itemsize}"]).pack_into, offset)
     for name, (dtype, offset, *_) in (ATTENTION_PARAMS.fields or {}).items()
 }
-_STRIDES_OFFSET, _PLANNED_OFFSET = _FIELDS["q_stride_token"][1], _FIELDS["tiles"][1]
+_STRIDES_OFFSET, _PLANNED_OFFSET, _STEPS_OFFSET = (_FIELDS[name][1] for name in ("q_stride_token", "tiles", "max_tiles"))
 
 
 class PlanAddresses(NamedTuple):
@@ -87,20 +89,20 @@ class Fa2Launcher:
     Args:
         kernel: what to launch.
         addresses: where the plan lies.
-        max_tiles: tile records there is room for.
+        steps: tile records there is room for, and what leads from one unit of a share to the next.
         values: addresses of per-head values and masks, by the name of their AttentionParams field.
         num_ctas: CTAs of the launch.
         held: kept alive as long as this launcher: what the addresses point to.
     """
 
     def __init__(
-        self, kernel: Fa2Kernel, addresses: PlanAddresses, max_tiles: int, values: dict[str, int], num_ctas: int, held: object
+        self, kernel: Fa2Kernel, addresses: PlanAddresses, steps: tuple[int, int], values: dict[str, int], num_ctas: int, held: object
     ) -> None:
         self.device_id = kernel.device_id
         self._kernel = kernel
         self._bytes, record = kernel.new_record()
         _PLANNED.pack_into(self._bytes, _PLANNED_OFFSET, *addresses)
-        self._set("max_tiles", max_tiles)
+        _STEPS.pack_into(self._bytes, _STEPS_OFFSET, *steps)
         for name, value in values.items():
             self._set(name, value)
         self._lock = threading.Lock()
@@ -113,11 +115,11 @@ class Fa2Launcher:
         self._strides: tuple[int, ...] | None = None
         self._scales: RunScales | None = kernel.scales
 
-    def upload(self, fill: Callable[[npt.NDArray[np.uint8]], None], num_bytes: int, destination: int) -> None:
-        """Queue the copy of a plan's records to the int workspace, on CuPy's current stream of the device."""
+    def upload(self, fill: Callable[[npt.NDArray[np.uint8]], None], num_bytes: int, destination: int, stream: int) -> None:
+        """Queue the copy of a plan's records to the int workspace, on the stream of that handle."""
         with use_device(self.device_id):
-            self._uploaded_on = current_stream_ptr(self.device_id)
-            self._uploaded = self._kernel.staging.upload(fill, num_bytes, destination, self._uploaded_on)
+            self._uploaded = self._kernel.staging.upload(fill, num_bytes, destination, stream)
+            self._uploaded_on = stream
 
     def copy(self, source: int, num_bytes: int, destination: int) -> None:
         """Queue a copy within device memory behind the upload."""

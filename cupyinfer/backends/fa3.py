@@ -48,9 +48,9 @@ class Fa3Launcher(Fa2Launcher):
     """A planned fa3 kernel on one device; arguments and methods as for Fa2Launcher."""
 
     def __init__(
-        self, kernel: Fa3Kernel, addresses: PlanAddresses, max_tiles: int, values: dict[str, int], num_ctas: int, held: object
+        self, kernel: Fa3Kernel, addresses: PlanAddresses, steps: tuple[int, int], values: dict[str, int], num_ctas: int, held: object
     ) -> None:
-        super().__init__(kernel, addresses, max_tiles, values, num_ctas, held)
+        super().__init__(kernel, addresses, steps, values, num_ctas, held)
         self._maps = kernel
         # In the workspace, so it is a device address of 16-byte alignment whatever a run's arrays are.
         self._some_address = addresses.cta_work

@@ -70,7 +70,7 @@ def cta_segments(problem: HostProblem, cta: int) -> Iterator[Segment]:
             group, part = NO_GROUP, 0
         whole = _whole_segment(problem, unit, iter_begin, num_iters)
         yield whole if group == NO_GROUP else whole._replace(group=group, part=part)
-        unit, iter_begin, remaining = unit + 1, 0, remaining - num_iters
+        unit, iter_begin, remaining = unit + problem.unit_step, 0, remaining - num_iters
 
 
 def _whole_segment(problem: HostProblem, unit: int, iter_begin: int, num_iters: int) -> Segment:

@@ -61,6 +61,7 @@ class HostLauncher:
             "partial_lse": partial(info.partial_lse_offset, 1),
             "cta_tile_q": info.cta_tile_q,
             "kv_tile": info.kv_tile,
+            "unit_step": info.unit_step,
             **options,
         }
 

@@ -58,6 +58,7 @@ class HostProblem:
         partial_lse: float32 [num_partial_rows], a view of the float workspace, written.
         cta_tile_q: most packed rows a tile may have.
         kv_tile: keys per iteration.
+        unit_step: from one unit of a CTA's share to the next.
         causal: a query sees no key after its own position.
         window_left: keys a query sees to the left of its own position; -1 for no window.
         sm_scale: factor of q . k.
@@ -99,6 +100,7 @@ class HostProblem:
     v_scale: float | FloatArray = 1.0
     q_scale: FloatArray | None = None
     mask: npt.NDArray[np.uint8] | None = None
+    unit_step: int = 1
 
     def __post_init__(self) -> None:
         if self.pos_encoding == "ALIBI" and self.alibi_slopes is None:

@@ -27,7 +27,7 @@ ATTENTION_PARAMS = np.dtype(
     + [(name, np.uint64) for name in _DIVISORS]
     + [(name, np.int32) for name in _INTS]
     + [(name, np.float32) for name in _FLOATS]
-    + [("max_tiles", np.int32)],
+    + [("max_tiles", np.int32), ("unit_step", np.int32)],
     align=True,
 )
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ _MIN_BYTES = 1 << 14
 class _Block:
     """Pinned bytes, and the event behind the last copy that reads them."""
 
-    __slots__ = ("address", "event", "memory", "num_bytes")
+    __slots__ = ("address", "event", "event_handle", "memory", "num_bytes")
 
     def __init__(self, num_bytes: int) -> None:
         import cupy
@@ -26,6 +27,7 @@ class _Block:
         self.address = int(self.memory.ctypes.data)
         self.num_bytes = num_bytes
         self.event = cupy.cuda.Event(disable_timing=True)
+        self.event_handle = int(self.event.ptr)
 
 
 class StagingPool:
@@ -34,37 +36,38 @@ class StagingPool:
     def __init__(self) -> None:
         from cupy.cuda import runtime
 
-        self._runtime = runtime
-        self._to_device = runtime.memcpyHostToDevice
-        self._free: list[_Block] = []
-        self._lock = threading.Lock()
+        self._copy, self._record, self._to_device = runtime.memcpyAsync, runtime.eventRecord, runtime.memcpyHostToDevice
+        # Taking from it and giving back are atomic.
+        self._free: deque[_Block] = deque()
 
     def upload(self, fill: Callable[[npt.NDArray[np.uint8]], None], num_bytes: int, destination: int, stream: int) -> Any:
         """Fill a block and queue its copy to `destination` on a stream; returns an event behind the copy.
 
         Args:
-            fill: called with the block as uint8 [num_bytes].
+            fill: called with a block of at least `num_bytes`, as uint8.
             num_bytes: bytes to copy.
             destination: device address.
             stream: handle of the stream.
         """
-        runtime = self._runtime
         block = self._take(num_bytes)
         try:
-            fill(block.memory[:num_bytes])
-            runtime.memcpyAsync(destination, block.address, num_bytes, self._to_device, stream)
-            event = block.event
-            runtime.eventRecord(event.ptr, stream)
+            fill(block.memory)
+            self._copy(destination, block.address, num_bytes, self._to_device, stream)
+            self._record(block.event_handle, stream)
         finally:
-            with self._lock:
-                self._free.append(block)
-        return event
+            self._free.append(block)
+        return block.event
 
     def _take(self, num_bytes: int) -> _Block:
-        with self._lock:
-            for at, block in enumerate(self._free):
-                if block.num_bytes >= num_bytes and block.event.done:
-                    return self._free.pop(at)
+        free = self._free
+        for _ in range(len(free)):
+            try:
+                block = free.popleft()
+            except IndexError:  # another thread was faster
+                break
+            if block.num_bytes >= num_bytes and block.event.done:
+                return block
+            free.append(block)
         return _Block(max(_MIN_BYTES, 1 << (num_bytes - 1).bit_length()))
 
 

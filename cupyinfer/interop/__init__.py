@@ -5,7 +5,7 @@ from cupyinfer.interop.array_view import CPU_DEVICE, ArrayView, Device, as_view,
 from cupyinfer.interop.lifetime import release_after_work
 from cupyinfer.interop.native import cupy_array, element_type, memory_is_shared, numpy_array
 from cupyinfer.interop.outputs import empty_output, hand_back
-from cupyinfer.interop.stream import current_stream_ptr, is_capturing, use_device
+from cupyinfer.interop.stream import current_stream_ptr, current_stream_state, is_capturing, use_device
 
 __all__ = [
     "CPU_DEVICE",
@@ -15,6 +15,7 @@ __all__ = [
     "cuda_device",
     "cupy_array",
     "current_stream_ptr",
+    "current_stream_state",
     "element_type",
     "empty_output",
     "hand_back",

@@ -67,9 +67,15 @@ def use_device(device_index: int) -> _DeviceScope | _NoScope:
 
 def is_capturing(device_index: int) -> bool:
     """Whether CuPy's current stream of the device is being captured into a graph."""
+    return current_stream_state(device_index)[1]
+
+
+def current_stream_state(device_index: int) -> tuple[int, bool]:
+    """Handle of CuPy's current stream of a device, and whether it is being captured into a graph."""
     stream = _cuda().get_current_stream(device_index)
+    handle = stream.ptr
     # The legacy stream cannot be captured, and asking it while another stream is would spoil that capture.
-    return stream.ptr not in _LEGACY_STREAMS and bool(stream.is_capturing())
+    return handle, handle not in _LEGACY_STREAMS and bool(stream.is_capturing())
 
 
 class ExternalStream:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from cupyinfer.errors import ArgumentError
 from cupyinfer.schedule.geometry import check_int
 from cupyinfer.schedule.layout import RegionCounts
-from cupyinfer.schedule.schedule import SplitPolicy, partial_row_budget
+from cupyinfer.schedule.schedule import SplitPolicy, partial_row_budget, shares_of_a_head
 from cupyinfer.schedule.tiles import TileConfig
 from cupyinfer.schedule.tiling import most_tiles
 
@@ -50,9 +50,9 @@ def capacity_counts(
     """Region counts that suffice for every batch within `limits` planned with this kernel and policy.
 
     A cut lies inside at most one unit and makes at most two parts of it, so `s` shares have at most `s - 1` merge groups and
-    `2 * (s - 1)` parts, and `partial_row_budget` holds besides. Equal pieces of 16-row tiles are at most one per CTA, with two or
-    more in a merge group. Whole units need neither. With a fixed split size every tile may have as many parts as the longest request
-    has.
+    `2 * (s - 1)` parts, and `partial_row_budget` holds besides; so have the shares of every head where each is a line of its own.
+    Equal pieces of 16-row tiles are at most one per CTA, with two or more in a merge group. Whole units need neither. With a fixed split
+    size every tile may have as many parts as the longest request has.
 
     Raises:
         ArgumentError: a fixed split size without max_kv_len.
@@ -74,9 +74,10 @@ def capacity_counts(
         num_rows = num_groups * parts * rows_per_tile
         num_tiles *= parts
     elif policy.allowed and num_tiles:
-        max_parts = partial_row_budget(num_sms, config) // tile_q
-        num_groups = min(grid - 1, num_tiles * num_kv_heads)
-        num_rows = min(max_parts, 2 * (grid - 1)) * rows_per_tile
+        per_head = shares_of_a_head(config, num_sms, num_kv_heads)
+        max_groups = (per_head - 1) * num_kv_heads if per_head else grid - 1
+        num_groups = min(max_groups, num_tiles * num_kv_heads)
+        num_rows = min(partial_row_budget(num_sms, config) // tile_q, 2 * max_groups) * rows_per_tile
         if tile_q == 16:
             # Equal pieces are tiles of their own.
             num_tiles = max(num_tiles, grid // num_kv_heads)

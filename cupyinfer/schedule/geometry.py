@@ -15,6 +15,7 @@ from cupyinfer.schedule.counting import counting, ends, room_for, scalar
 
 Ints = npt.NDArray[np.int64]
 _INT32_MAX = 2**31 - 1
+_INT64, _UINT64 = np.dtype(np.int64), np.dtype(np.uint64)
 #: Integers no further from zero than this: the difference of two times any page size is still within 64 bits.
 _NARROW = 2**31
 #: Keys of the longest request, and packed query rows: kernels count both in 32 bits, and may look one tile further.
@@ -106,19 +107,22 @@ def host_integers(values: Any, argument: str) -> Ints:
         ArgumentTypeError: not integers.
         ArgumentError: not one-dimensional, or an entry that no offset or length comes near.
     """
-    try:
-        array = np.asarray(values)
-    except (TypeError, ValueError) as error:
-        raise ArgumentTypeError(f"{argument}: got {type(values).__name__}, expected one dimension of integers ({error})") from error
+    if type(values) is np.ndarray:
+        array = values
+    else:
+        try:
+            array = np.asarray(values)
+        except (TypeError, ValueError) as error:
+            raise ArgumentTypeError(f"{argument}: got {type(values).__name__}, expected one dimension of integers ({error})") from error
     if array.ndim != 1:
         raise ArgumentError(f"{argument}: got shape {array.shape}, expected one dimension")
-    kind = array.dtype.kind
-    if kind not in "iu":
+    dtype = array.dtype
+    if dtype.kind not in "iu":
         if array.size:
-            raise ArgumentTypeError(f"{argument}: got {array.dtype}, expected int32 or int64")
-    elif array.dtype.itemsize == 8 and array.size:
+            raise ArgumentTypeError(f"{argument}: got {dtype}, expected int32 or int64")
+    elif dtype.itemsize == 8 and array.size:
         _check_narrow(array, argument)
-    return array.astype(np.int64)
+    return array.astype(_INT64)
 
 
 def _check_narrow(array: npt.NDArray[Any], argument: str) -> None:
@@ -177,17 +181,21 @@ def paged_kv_lengths(indptr: Ints, last_page_len: Ints, page_size: int, names: t
     missing = size - last_page_len
     kv_len *= size
     kv_len -= missing
-    lengths = KvLengths.of(kv_len)
+    if not kv_len.size:
+        return KvLengths(kv_len, 0, 0)
+    shortest, longest = kv_len.item(kv_len.argmin()), kv_len.item(kv_len.argmax())
     # Where 0 to page_size - 1 keys are missing, only a request without pages, or with fewer than none, has no key: the usual batch is
-    # checked by the ends of both ranges.
-    least, most = ends(missing) if missing.size else (0, 0)
-    if lengths.shortest < 1 or least < 0 or most >= page_size:
+    # checked by the ends of both ranges. Seen as unsigned, less than 0 is more than any page holds.
+    unsigned = missing.view(_UINT64)
+    if shortest < 1 or unsigned.item(unsigned.argmax()) >= page_size:
         _check_order(indptr, names[0])
         _check_last_page_len(last_page_len, indptr[1:] - indptr[:-1], page_size, names[1])
         np.maximum(kv_len, scalar(0), out=kv_len)
-        lengths = KvLengths(kv_len, max(0, lengths.shortest), max(0, lengths.longest))
-    _check_end(indptr, names[0])
-    _check_kv_len(lengths, names[0])
+        shortest, longest = max(0, shortest), max(0, longest)
+    lengths = KvLengths(kv_len, shortest, longest)
+    if longest > MAX_KV_LEN or indptr.item(-1) > _INT32_MAX:
+        _check_end(indptr, names[0])
+        _check_kv_len(lengths, names[0])
     return lengths
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from cupyinfer.schedule.partition import CTA_INTS, GROUP_INTS
 from cupyinfer.schedule.tiling import TILE_INTS
-from cupyinfer.workspace import WORKSPACE_ALIGNMENT, AlignedAllocator, WorkspaceSize
+from cupyinfer.workspace import AlignedAllocator, WorkspaceSize
 
 
 class RegionCounts(NamedTuple):
@@ -44,7 +44,7 @@ class Offsets(NamedTuple):
     partial_lse: int
 
 
-_FLOAT_REGIONS = ("partial_o", "partial_lse")
+_INT_REGIONS, _FLOAT_REGIONS = Offsets._fields[:5], Offsets._fields[5:]
 
 
 class Region(NamedTuple):
@@ -62,13 +62,9 @@ def lay_out(counts: RegionCounts, float_allocator: AlignedAllocator, int_allocat
     Raises:
         WorkspaceError: a placing allocator's buffer is too small; the error names the region.
     """
-    in_floats, in_ints = float_allocator.aligned_alloc_offset, int_allocator.aligned_alloc_offset
-    offsets = []
-    for region, num_bytes in zip(Offsets._fields, _region_bytes(counts), strict=True):
-        if num_bytes is None:
-            offsets.append(-1)
-        else:
-            offsets.append((in_floats if region in _FLOAT_REGIONS else in_ints)(num_bytes, WORKSPACE_ALIGNMENT, region))
+    *in_ints, partial_o, partial_lse = _region_bytes(counts)
+    offsets = int_allocator.aligned_alloc_offsets(in_ints, _INT_REGIONS)
+    offsets += float_allocator.aligned_alloc_offsets((partial_o, partial_lse), _FLOAT_REGIONS)
     return Offsets._make(offsets)
 
 

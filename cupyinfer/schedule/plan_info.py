@@ -12,7 +12,7 @@ import numpy.typing as npt
 from cupyinfer.errors import ArgumentError
 
 #: Changes whenever a field is added, removed or moved.
-VECTOR_VERSION = 1
+VECTOR_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,7 @@ class PlanInfo:
         num_tiles: tile records in use.
         num_merge_groups: merge groups in use.
         num_partial_rows: rows of partial results in use.
+        unit_step: from one unit of a CTA's share to the next.
         cuda_graph: 1 when grid and offsets stay the same for every batch within the object's capacity.
         tiles_offset: first byte of the tile records in the int workspace.
         cta_work_offset: first byte of the CTA records.
@@ -54,6 +55,7 @@ class PlanInfo:
     num_tiles: int
     num_merge_groups: int
     num_partial_rows: int
+    unit_step: int
     cuda_graph: int
     tiles_offset: int
     cta_work_offset: int
@@ -69,7 +71,7 @@ class PlanInfo:
     def of_fields(cls, **fields: int) -> Self:
         """The plan of all its fields by name; a frozen dataclass's own constructor takes several times as long."""
         info = object.__new__(cls)
-        info.__dict__.update(fields)
+        object.__setattr__(info, "__dict__", fields)
         return info
 
     def to_vector(self) -> npt.NDArray[np.int64]:

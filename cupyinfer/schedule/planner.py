@@ -190,8 +190,10 @@ class PlanDraft(NamedTuple):
         Raises:
             WorkspaceError: a buffer is too small.
         """
-        offsets = lay_out(self.counts, float_allocator, int_allocator)
-        geometry, (config, tiles, (cta_work, merge_groups, num_partial_rows)) = self.geometry, self.schedule
+        tiles_at, cta_work_at, groups_at, pages_at, values_at, partial_o_at, partial_lse_at = lay_out(
+            self.counts, float_allocator, int_allocator
+        )
+        geometry, (config, tiles, (cta_work, merge_groups, num_partial_rows), unit_step) = self.geometry, self.schedule
         kind = DecodePlanInfo if self.shape.decode else PrefillPlanInfo
         return kind.of_fields(
             num_requests=geometry.batch_size,
@@ -203,25 +205,25 @@ class PlanDraft(NamedTuple):
             num_tiles=len(tiles),
             num_merge_groups=len(merge_groups),
             num_partial_rows=num_partial_rows,
+            unit_step=unit_step,
             cuda_graph=int(self.cuda_graph),
-            tiles_offset=offsets.tiles,
-            cta_work_offset=offsets.cta_work,
-            merge_groups_offset=offsets.merge_groups,
-            page_indices_offset=offsets.page_indices,
-            values_offset=offsets.values,
-            partial_o_offset=offsets.partial_o,
-            partial_lse_offset=offsets.partial_lse,
+            tiles_offset=tiles_at,
+            cta_work_offset=cta_work_at,
+            merge_groups_offset=groups_at,
+            page_indices_offset=pages_at,
+            values_offset=values_at,
+            partial_o_offset=partial_o_at,
+            partial_lse_offset=partial_lse_at,
             float_bytes=float_allocator.num_allocated_bytes,
             int_bytes=int_allocator.num_allocated_bytes,
         )
 
     def write_records(self, info: PlanInfo, records: npt.NDArray[np.uint8]) -> None:
         """Fill the tile, CTA and merge-group regions of an int workspace, or of a staging copy of it."""
-        ints = records[: info.int_bytes & -4].view(np.int32)
-        _, tiles, (cta_work, merge_groups, _) = self.schedule
+        _, tiles, (cta_work, merge_groups, _), _ = self.schedule
         for offset, values in ((info.tiles_offset, tiles), (info.cta_work_offset, cta_work), (info.merge_groups_offset, merge_groups)):
-            begin = offset // 4
-            ints[begin : begin + values.size] = values.ravel()
+            if len(values):
+                np.ndarray(values.shape, np.int32, records, offset)[:] = values
 
 
 def draft_plan(
@@ -266,7 +268,7 @@ def draft_plan(
     if graph_limits is not None:
         counts = shape.capacity(config, profile, graph_limits, num_page_indices, value_bytes)
     else:
-        _, records, (cta_work, merge_groups, rows) = schedule
+        _, records, (cta_work, merge_groups, rows), _ = schedule
         counts = RegionCounts(len(records), len(cta_work), len(merge_groups), rows, shape.head_dim_vo, num_page_indices, value_bytes)
     return PlanDraft(shape, geometry, schedule, counts, cuda_graph)
 

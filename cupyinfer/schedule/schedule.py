@@ -13,7 +13,7 @@ from cupyinfer.errors import ArgumentError, ArgumentTypeError
 from cupyinfer.schedule.counting import counting, scalar
 from cupyinfer.schedule.geometry import MAX_KV_LEN
 from cupyinfer.schedule.order import busiest_time, line_time, order_tiles
-from cupyinfer.schedule.partition import Partition, cut_line, merge_groups_of, no_groups, whole_units_only
+from cupyinfer.schedule.partition import Partition, cut_line, cut_line_of_each_head, merge_groups_of, no_groups, whole_units_only
 from cupyinfer.schedule.tiles import TileConfig
 from cupyinfer.schedule.tiling import TILE_INTS, Tiles, key_iterations
 
@@ -27,8 +27,8 @@ _MERGE_TIME = 4.0
 #: Units are dealt out to the fewest CTAs that need as many waves, which keeps the heads of a tile together, unless that takes longer
 #: by this factor.
 _FEWER_CTAS = 1.005
-#: A 16-row kernel waits for memory, which a few idle SMs do not slow down: its whole units, or equal pieces of them, may take this
-#: much longer than an even cut would on the busiest SM.
+#: A 16-row kernel waits for memory, which a few idle SMs do not slow down: its whole units, equal pieces of them, or a cut line of
+#: every head may take this much longer than an even cut would on the busiest SM.
 _IDLE_SMS = 1.04
 #: Iterations a share has at least: in fewer than 128 keys the eight warps of a 16-row tile would not all find a block.
 _MIN_SHARE = 2
@@ -84,11 +84,13 @@ class Schedule(NamedTuple):
         config: the kernel's tile shape.
         tiles: int32 [num_tiles, 12].
         partition: the CTAs' shares and the merge groups.
+        unit_step: from one unit of a share to the next.
     """
 
     config: TileConfig
     tiles: npt.NDArray[np.int32]
     partition: Partition
+    unit_step: int = 1
 
     @property
     def num_ctas(self) -> int:
@@ -99,6 +101,17 @@ class Schedule(NamedTuple):
 def partial_row_budget(num_sms: int, config: TileConfig) -> int:
     """Rows of partial results that no automatic schedule exceeds: two tiles per SM."""
     return 2 * num_sms * config.cta_tile_q
+
+
+def shares_of_a_head(config: TileConfig, num_sms: int, num_kv_heads: int) -> int:
+    """CTAs that share one KV head where every head has a line of its own; 0 where all units form one.
+
+    All heads of 16-row tiles are cut alike if that leaves few SMs idle: neighbouring CTAs then read the heads of the same tokens at the
+    same time, which lie side by side in memory. On an H200, uneven decode batches of 256 requests went from 92 to 95% of its rate.
+    It does not depend on the batch, since a CUDA graph keeps the step from unit to unit.
+    """
+    shares = num_sms // num_kv_heads if config.cta_tile_q == 16 and num_kv_heads > 1 else 0
+    return shares if shares * num_kv_heads * _IDLE_SMS >= num_sms else 0
 
 
 def make_schedule(
@@ -122,6 +135,7 @@ def make_schedule(
         keys_in_l2: keys, with all their heads, that stay in L2 while other data passes through it.
     """
     grid = num_sms * config.ctas_per_sm
+    unit_step = num_kv_heads if shares_of_a_head(config, num_sms, num_kv_heads) else 1
     records, merge_groups, num_partial_rows = tiles.records, no_groups(), 0
     shortest, longest = -(-tiles.shortest // config.kv_tile) or 1, -(-tiles.longest // config.kv_tile) or 1
     equal = policy.fixed_kv is None and shortest == longest
@@ -137,7 +151,7 @@ def make_schedule(
         else:
             records, partition = _automatic_prefill(line, config, num_sms, num_kv_heads, policy.allowed, full_grid, keys_in_l2)
         if partition is not None:
-            return Schedule(config, records, partition)
+            return Schedule(config, records, partition, unit_step)
     num_units = len(records) * num_kv_heads
     num_ctas = min(num_units, grid)
     if config.cta_tile_q == 16 and equal and num_units:
@@ -145,7 +159,7 @@ def make_schedule(
         # neighbours then read the heads of one page at the same time.
         num_ctas = -(-num_units // -(-num_units // grid))
     cta_work = whole_units_only(grid if full_grid else num_ctas, num_units)
-    return Schedule(config, records, Partition(cta_work, merge_groups, num_partial_rows))
+    return Schedule(config, records, Partition(cta_work, merge_groups, num_partial_rows), unit_step)
 
 
 class _Line(NamedTuple):
@@ -168,10 +182,14 @@ class _Line(NamedTuple):
         """The same tiles in another order."""
         return self._replace(records=self.records.take(order, axis=0), iterations=self.iterations.take(order))
 
+    @property
+    def num_rows(self) -> npt.NDArray[np.int32] | int:
+        """Valid rows of each tile, or those of every tile."""
+        return self.records[:, 3] if self.uniform_rows is None else self.uniform_rows
+
     def cut(self, tile_begin: npt.NDArray[np.int64], num_kv_heads: int, num_ctas: int, num_whole_units: int, shares: int) -> Partition:
         """As cut_line."""
-        num_rows = self.records[:, 3] if self.uniform_rows is None else self.uniform_rows
-        return cut_line(self.iterations, tile_begin, self.longest, num_rows, num_kv_heads, num_ctas, num_whole_units, shares)
+        return cut_line(self.iterations, tile_begin, self.longest, self.num_rows, num_kv_heads, num_ctas, num_whole_units, shares)
 
 
 def _equal_piece_kv(tiles: Tiles, iterations: int, config: TileConfig, num_sms: int, num_kv_heads: int) -> int | None:
@@ -179,7 +197,7 @@ def _equal_piece_kv(tiles: Tiles, iterations: int, config: TileConfig, num_sms: 
     if tiles.shortest != tiles.longest:
         return None
     grid, num_units = num_sms * config.ctas_per_sm, len(tiles.records) * num_kv_heads
-    pieces = max(1, min(grid // num_units, iterations // _MIN_SHARE))
+    pieces = max(1, min(grid // num_units, -(-iterations // _MIN_SHARE)))  # the last one may be shorter
     per_piece = -(-iterations // pieces)
     busiest = -(-num_units * pieces // grid) * per_piece
     if busiest * grid <= _IDLE_SMS * num_units * iterations or per_piece <= _MIN_SHARE:
@@ -194,7 +212,25 @@ def _automatic(
     if not may_split:
         # Longest first: the short ones at the end even out what the long ones left.
         return (line if line.shortest == line.longest else line.ordered((-line.iterations).argsort(kind="stable"))).records, None
+    most = shares_of_a_head(config, num_sms, num_kv_heads)
+    if most:
+        return line.records, _shared_by_head(line, num_sms * config.ctas_per_sm, num_kv_heads, most, full_grid)
     return line.records, _shared(line, config, num_sms, num_kv_heads, full_grid)
+
+
+def _shared_by_head(line: _Line, grid: int, num_kv_heads: int, most: int, full_grid: bool) -> Partition | None:
+    """As _shared, with a line for every head that at most so many CTAs share."""
+    tile_begin = _tile_begin(line.iterations, 1)
+    total = tile_begin.item(-1)
+    shares = min(most, total // _MIN_SHARE)
+    if shares < min(2, most):
+        return None
+    if line.shortest == line.longest:
+        whole_time = -(-len(line.records) * num_kv_heads // grid) * line.longest
+        if whole_time * shares <= _SHARING_GAIN * total:
+            return None
+    num_ctas = grid if full_grid else shares * num_kv_heads
+    return cut_line_of_each_head(line.iterations, tile_begin, line.longest, line.num_rows, num_kv_heads, num_ctas, shares)
 
 
 def _shared(line: _Line, config: TileConfig, num_sms: int, num_kv_heads: int, full_grid: bool) -> Partition | None:
@@ -245,7 +281,8 @@ def _tile_begin(iterations: npt.NDArray[np.int64], num_kv_heads: int) -> npt.NDA
     tile_begin = np.empty(len(iterations) + 1, np.int64)
     tile_begin[0] = 0
     np.add.accumulate(iterations, out=tile_begin[1:])
-    tile_begin *= scalar(num_kv_heads)
+    if num_kv_heads > 1:
+        tile_begin *= scalar(num_kv_heads)
     return tile_begin
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -94,6 +95,29 @@ class AlignedAllocator:
             )
         self._allocated = end
         return offset
+
+    def aligned_alloc_offsets(self, sizes: Sequence[int | None], names: Sequence[str]) -> list[int]:
+        """Reserve region after region, each at the workspaces' alignment, and return their offsets; -1 for a size of None.
+
+        What `aligned_alloc_offset` does for one after the other, with errors and all, in a fraction of the time.
+        """
+        end = self._allocated
+        offsets = []
+        for size in sizes:
+            if size is None:
+                offsets.append(-1)
+                continue
+            offset = (end + WORKSPACE_ALIGNMENT - 1) & -WORKSPACE_ALIGNMENT
+            end = offset + size
+            if size < 0 or end > self._capacity:
+                return self._one_by_one(sizes, names)
+            offsets.append(offset)
+        self._allocated = end
+        return offsets
+
+    def _one_by_one(self, sizes: Sequence[int | None], names: Sequence[str]) -> list[int]:
+        regions = zip(sizes, names, strict=True)
+        return [-1 if size is None else self.aligned_alloc_offset(size, WORKSPACE_ALIGNMENT, name) for size, name in regions]
 
     def _check_alignment(self, alignment: int, name: str) -> None:
         if alignment < 1 or alignment & (alignment - 1):

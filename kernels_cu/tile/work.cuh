@@ -67,7 +67,7 @@ struct WorkCursor {
                  is_tail ? tail_part : first_part, 0};
       first_group = kFirstIsBehind;
       remaining -= taken;
-      ++unit;
+      unit += params.unit_step;
       iter = 0;
     } else {
       return false;

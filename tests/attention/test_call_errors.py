@@ -150,7 +150,7 @@ def test_arrays_of_factors_are_released(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_no_plan_under_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_module, "is_capturing", lambda index: index == 3)
+    monkeypatch.setattr(plan_module, "current_stream_state", lambda index: (5, index == 3))
     monkeypatch.setattr(plan_module, "read_profile", lambda index: None)
     options = SimpleNamespace(user_variant=None)
     with pytest.raises(StateError, match=r"^plan: CuPy's current stream of cuda:3 is being captured"):

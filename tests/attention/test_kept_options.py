@@ -96,7 +96,8 @@ def test_two_wrappers_with_other_options_share_nothing() -> None:
 
 def test_records_to_copy_from_stay_as_they_are() -> None:
     first = whole_units_only(6, 4)
-    first[:] = 77
+    with pytest.raises(ValueError, match="read-only"):
+        first[:] = 77
     assert whole_units_only(6, 4).tolist() == [[4, 0, 0, 0, -1, -1, -1, -1]] * 6
     assert whole_units_only(6, 0).tolist() == [[0, 0, 0, 0, -1, -1, -1, -1]] * 6
 

@@ -106,7 +106,7 @@ def walk(placed: Placed, num_kv_heads: int) -> list[Segment]:
             assert count > 0
             segments.append(segment(cta, unit, begin, count, group, part))
             left -= count
-            unit, begin = unit + 1, 0
+            unit, begin = unit + placed.info.unit_step, 0
             is_last = 0 < left <= num_iters(placed.tiles[unit // num_kv_heads], kv_tile)
             group, part = (tail_group, tail_part) if is_last else (-1, 0)
     return segments

@@ -50,7 +50,9 @@ def test_float_bytes_of_decode_on_an_h200(row: tuple[int, int, int, int], float_
 
 def test_bounds_on_an_h200() -> None:
     decode = workspace_bound(WorkspaceLimits("decode", 4096, 32, 8, 128), "h200")
-    assert decode.float_bytes == 2 * 131 * 4 * 129 * 4
+    assert decode.float_bytes == 8 * 2 * 15 * 4 * 129 * 4
+    one_head = workspace_bound(WorkspaceLimits("decode", 4096, 4, 1, 128), "h200")
+    assert one_head.float_bytes == 2 * 131 * 4 * 129 * 4
     assert decode.total_bytes < 2_300_000
     for num_qo_heads, num_kv_heads in ((32, 8), (64, 8), (64, 4), (32, 32), (64, 1)):
         prefill = workspace_bound(WorkspaceLimits("prefill", 4096, num_qo_heads, num_kv_heads, 128, max_num_qo_tokens=16384), "h200")
@@ -102,7 +104,7 @@ def test_graph_offsets_do_not_depend_on_how_queries_are_distributed(kind: str, s
         names = [
             name
             for name in vars(info)
-            if name.endswith(("_offset", "_bytes")) or name in ("num_ctas", "cta_tile_q", "kv_tile", "cuda_graph")
+            if name.endswith(("_offset", "_bytes")) or name in ("num_ctas", "cta_tile_q", "kv_tile", "unit_step", "cuda_graph")
         ]
         fixed.add((draft.size, *(getattr(info, name) for name in names)))
     assert len(fixed) == 1
@@ -116,7 +118,7 @@ def test_graph_plans_of_one_capacity_lie_alike(case: Case, other: Case) -> None:
     limits = BatchLimits(5, tokens, 900)
     one, two = (place(each.draft(num_page_indices=77, graph_limits=limits)).info for each in (case, other))
     for name in vars(one):
-        if name.endswith(("_offset", "_bytes")) or name in ("num_ctas", "cta_tile_q", "kv_tile"):
+        if name.endswith(("_offset", "_bytes")) or name in ("num_ctas", "cta_tile_q", "kv_tile", "unit_step"):
             assert getattr(one, name) == getattr(two, name), name
 
 

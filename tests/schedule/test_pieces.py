@@ -86,12 +86,19 @@ def test_one_prompt_is_cut_into_sixteen_pieces_per_head() -> None:
     assert placed.info.num_partial_rows == 128 * 4
 
 
+@pytest.mark.parametrize(("kv_len", "lengths"), [(64, [64]), (129, [1, 128]), (693, [53] + [128] * 5), (2048, [128] * 16)])
+def test_short_prompts_are_cut_into_pieces_of_two_iterations(kv_len: int, lengths: list[int]) -> None:
+    placed = place(replace(ONE_PROMPT, kv_lens=[kv_len]).draft())
+    assert sorted(tile["kv_end"] - tile["kv_begin"] for tile in placed.tiles) == lengths
+    check_units(placed, walk(placed, 8), 8)
+
+
 def test_pieces_that_leave_many_sms_idle_are_not_made() -> None:
     """72 units fill 132 SMs neither whole nor in halves: an even cut does."""
     placed = place(replace(ONE_PROMPT, qo_lens=[1] * 9, kv_lens=[8192] * 9).draft())
     assert all(tile["split_group"] < 0 for tile in placed.tiles)
-    assert placed.info.num_ctas == 132
-    assert busiest(placed, walk(placed, 8)) == -(-72 * 128 // 132)
+    assert placed.info.num_ctas == 128
+    assert busiest(placed, walk(placed, 8)) == -(-9 * 128 // 16)
 
 
 def test_pieces_begin_where_the_window_does() -> None:

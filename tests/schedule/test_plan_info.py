@@ -27,6 +27,7 @@ LAYOUT = [
     "num_tiles",
     "num_merge_groups",
     "num_partial_rows",
+    "unit_step",
     "cuda_graph",
     "tiles_offset",
     "cta_work_offset",
@@ -42,14 +43,14 @@ LAYOUT = [
 
 @pytest.mark.parametrize(("kind", "number"), [(DecodePlanInfo, 1), (PrefillPlanInfo, 2)])
 def test_vector_layout_is_pinned(kind: type[PlanInfo], number: int) -> None:
-    assert VECTOR_VERSION == 1
+    assert VECTOR_VERSION == 2
     assert [entry.name for entry in fields(kind)] == LAYOUT
     vector = kind(**{name: 100 + i for i, name in enumerate(LAYOUT)}).to_vector()
     assert vector.dtype == np.int64
-    assert vector.tolist() == [1, number, *range(100, 119)]
+    assert vector.tolist() == [2, number, *range(100, 120)]
 
 
-@given(kind=st.sampled_from([DecodePlanInfo, PrefillPlanInfo]), values=st.lists(st.integers(-1, 2**63 - 1), min_size=19, max_size=19))
+@given(kind=st.sampled_from([DecodePlanInfo, PrefillPlanInfo]), values=st.lists(st.integers(-1, 2**63 - 1), min_size=20, max_size=20))
 def test_vector_round_trip(kind: type[PlanInfo], values: list[int]) -> None:
     info = kind(*values)
     again = PlanInfo.from_vector(info.to_vector())
@@ -67,20 +68,20 @@ def test_plans_hold_plain_integers_and_survive_the_round_trip(case: Case) -> Non
 
 
 def good() -> Any:
-    return DecodePlanInfo(*range(19)).to_vector()
+    return DecodePlanInfo(*range(20)).to_vector()
 
 
 @pytest.mark.parametrize(
     ("vector", "message"),
     [
-        (good()[:-1], r"shape \(20,\), expected int64 of shape \(21,\)"),
-        (np.append(good(), 0), r"shape \(22,\)"),
-        (good().reshape(1, -1), r"shape \(1, 21\)"),
+        (good()[:-1], r"shape \(21,\), expected int64 of shape \(22,\)"),
+        (np.append(good(), 0), r"shape \(23,\)"),
+        (good().reshape(1, -1), r"shape \(1, 22\)"),
         (good().astype(np.int32), "int32"),
         (good().astype(np.float64), "float64"),
-        (np.where(np.arange(21) == 0, 2, good()), "version 2, this library reads version 1"),
-        (np.where(np.arange(21) == 1, 0, good()), r"kind 0 is none of \[1, 2\]"),
-        (np.where(np.arange(21) == 1, 3, good()), "kind 3"),
+        (np.where(np.arange(22) == 0, 1, good()), "version 1, this library reads version 2"),
+        (np.where(np.arange(22) == 1, 0, good()), r"kind 0 is none of \[1, 2\]"),
+        (np.where(np.arange(22) == 1, 3, good()), "kind 3"),
         ([], "shape"),
     ],
 )
@@ -90,9 +91,9 @@ def test_other_vectors_are_refused(vector: Any, message: str) -> None:
 
 
 def test_frozen_printable_and_hashable() -> None:
-    info = DecodePlanInfo(*range(19))
+    info = DecodePlanInfo(*range(20))
     with pytest.raises(FrozenInstanceError):
         info.num_ctas = 5  # type: ignore[misc]
     assert repr(info).startswith("DecodePlanInfo(num_requests=0, num_qo_tokens=1, ")
-    assert hash(info) == hash(DecodePlanInfo(*range(19)))
-    assert info != PrefillPlanInfo(*range(19))
+    assert hash(info) == hash(DecodePlanInfo(*range(20)))
+    assert info != PrefillPlanInfo(*range(20))

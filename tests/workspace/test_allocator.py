@@ -42,6 +42,28 @@ def test_counting_equals_placing(regions: Regions) -> None:
     assert placing.num_allocated_bytes == counting.num_allocated_bytes
 
 
+@given(sizes=st.lists(st.none() | st.integers(-3, 300), max_size=8), before=st.integers(0, 40), missing=st.integers(0, 400))
+def test_many_regions_at_once_are_one_after_the_other(sizes: list[int | None], before: int, missing: int) -> None:
+    """Offsets, errors and what is allocated after one are the same."""
+    names = [f"region {i}" for i in range(len(sizes))]
+    room = max(0, before + sum(16 + (size or 0) for size in sizes) - missing)
+    results: list[tuple[list[int] | None, str, int]] = []
+    for at_once in (False, True):
+        allocator = AlignedAllocator(aligned_bytes(max(before, room)), "int")
+        allocator.aligned_alloc_offset(before, 1, "before")
+        offsets, message = None, ""
+        try:
+            if at_once:
+                offsets = allocator.aligned_alloc_offsets(sizes, names)
+            else:
+                pairs = zip(sizes, names, strict=True)
+                offsets = [-1 if size is None else allocator.aligned_alloc_offset(size, 16, name) for size, name in pairs]
+        except (ArgumentError, WorkspaceError) as error:
+            message = str(error)
+        results.append((offsets, message, allocator.num_allocated_bytes))
+    assert results[0] == results[1]
+
+
 @given(regions=regions)
 def test_offsets_are_aligned_disjoint_and_tight(regions: Regions) -> None:
     allocator, end = AlignedAllocator(), 0
