@@ -36,7 +36,7 @@ FA3_PARAMS = np.dtype(
     {
         "names": ["base", "box_rows", "num_pages", "q_boxes", "o_boxes", "k", "v", "q", "o"],
         "formats": [ATTENTION_PARAMS, np.int32, np.int32, np.int32, np.int32, "V128", "V128", "V128", "V128"],
-        "offsets": [0, 288, 292, 296, 300, 320, 448, 576, 704],
+        "offsets": [0, 296, 300, 304, 308, 320, 448, 576, 704],
         "itemsize": 832,
     }
 )
