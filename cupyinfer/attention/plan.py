@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from cupyinfer.attention.backend_choice import choose_backend
 from cupyinfer.attention.metadata import NO_PAGES, NO_VALUES, PageTable, PlanValues
-from cupyinfer.attention.options import FLOAT32_MAX, AttentionOptions, check_flag, check_float32, check_positive
+from cupyinfer.attention.options import FLOAT32_MAX, AttentionOptions, check_float32, check_positive
 from cupyinfer.attention.run_arrays import ArrayChecker, PlanMemories
 from cupyinfer.attention.user_arguments import UserValues
 from cupyinfer.attention.workspaces import Workspaces
@@ -24,7 +24,7 @@ from cupyinfer.backends.params import division_multiplier
 from cupyinfer.errors import ArgumentError, BackendUnavailable, StateError
 from cupyinfer.interop import CPU_DEVICE, ArrayView, Device, as_view, hand_back, is_capturing, release_after_work, use_device
 from cupyinfer.schedule.capacity import BatchLimits
-from cupyinfer.schedule.geometry import BatchGeometry
+from cupyinfer.schedule.geometry import BatchGeometry, check_flag
 from cupyinfer.schedule.plan_info import PlanInfo
 from cupyinfer.schedule.planner import PlanDraft, draft_plan
 from cupyinfer.schedule.profile import HOST_PROFILE, DeviceProfile

@@ -7,13 +7,14 @@ from typing import Any
 
 from cupyinfer.attention.call_errors import checked_call, options_of
 from cupyinfer.attention.decode import decode_request
-from cupyinfer.attention.options import check_flag, check_kv_layout
+from cupyinfer.attention.options import check_kv_layout
 from cupyinfer.attention.plan import AttentionRequest, plan_attention
 from cupyinfer.attention.prefill import ragged_prefill_request
 from cupyinfer.attention.workspaces import Workspaces
 from cupyinfer.backends.device import read_profile
 from cupyinfer.errors import ArgumentError
 from cupyinfer.interop import ArrayView, Device, as_view, empty_output, use_device
+from cupyinfer.schedule.geometry import check_flag
 from cupyinfer.schedule.profile import HOST_PROFILE, DeviceProfile
 
 #: Arguments of the request functions that a call supplies.

@@ -6,13 +6,13 @@ from __future__ import annotations
 from typing import Any
 
 from cupyinfer.attention.metadata import NO_VALUES, PlanValues, alibi_slopes
-from cupyinfer.attention.options import AttentionOptions, check_flag, check_kv_layout
+from cupyinfer.attention.options import AttentionOptions, check_kv_layout
 from cupyinfer.attention.plan import AttentionRequest, Plan, plan_attention
 from cupyinfer.attention.workspaces import Workspaces, check_backend
 from cupyinfer.backends.device import current_device, read_profile
 from cupyinfer.errors import ArgumentError, StateError
 from cupyinfer.schedule.capacity import BatchLimits
-from cupyinfer.schedule.geometry import BatchGeometry, check_int
+from cupyinfer.schedule.geometry import BatchGeometry, check_flag, check_int
 from cupyinfer.schedule.plan_info import PlanInfo
 from cupyinfer.schedule.profile import HOST_PROFILE, DeviceProfile, named_profile
 from cupyinfer.workspace import WorkspaceSize

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from cupyinfer.errors import ArgumentError
 from cupyinfer.schedule.capacity import BatchLimits, capacity_counts
-from cupyinfer.schedule.geometry import MAX_KV_LEN, MAX_PACKED_ROWS, BatchGeometry, check_heads
+from cupyinfer.schedule.geometry import MAX_KV_LEN, MAX_PACKED_ROWS, BatchGeometry, check_flag, check_heads, store_ints
 from cupyinfer.schedule.layout import RegionCounts, lay_out, measure
 from cupyinfer.schedule.plan_info import DecodePlanInfo, PlanInfo, PrefillPlanInfo
 from cupyinfer.schedule.profile import DeviceProfile
@@ -67,6 +67,9 @@ class PlanShape:
     transforms_logits: bool = False
 
     def __post_init__(self) -> None:
+        least = {"num_qo_heads": 1, "num_kv_heads": 1, "head_dim_qk": 1, "head_dim_vo": 1, "page_size": 1}
+        store_ints(self, least)
+        object.__setattr__(self, "disable_split_kv", check_flag(self.disable_split_kv, "disable_split_kv"))
         check_heads(self.num_qo_heads, self.num_kv_heads)
         check_head_dims(self.head_dim_qk, self.head_dim_vo)
         self.policy(1)
