@@ -179,6 +179,15 @@ class AttentionOptions:
         )
 
 
+def _check_rope(rope_scale: float, rope_theta: float) -> None:
+    """Refuse rotations whose angles float32 cannot hold at every position: they would make every output NaN."""
+    slowest = FLOAT32_MAX / 2**31
+    if 1 / rope_scale > slowest:
+        raise ArgumentError(f"rope_scale: got {rope_scale}, its reciprocal times a position is beyond the range of float32")
+    if max(1.0, 1 / rope_theta) / rope_scale > slowest:
+        raise ArgumentError(f"rope_theta: got {rope_theta} with rope_scale {rope_scale}, angles are beyond the range of float32")
+
+
 @_kept
 def make_options(
     *,
@@ -230,6 +239,7 @@ def make_options(
         "rope_scale": 1.0 if rope_scale is None else check_positive(rope_scale, "rope_scale"),
         "rope_theta": 1e4 if rope_theta is None else check_positive(rope_theta, "rope_theta"),
     }
+    _check_rope(rope["rope_scale"], rope["rope_theta"])
     options = AttentionOptions(
         decode=decode,
         paged=paged,

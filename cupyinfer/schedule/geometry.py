@@ -19,6 +19,8 @@ _INT32_MAX = 2**31 - 1
 _NARROW = 2**31
 #: Keys of the longest request, and packed query rows: kernels count both in 32 bits, and may look one tile further.
 MAX_KV_LEN = MAX_PACKED_ROWS = _INT32_MAX - 2**16
+#: Units of work of a batch: a tile of one KV head, or a part of it.
+MAX_UNITS = _INT32_MAX - 2**16
 
 
 class BatchGeometry(NamedTuple):
@@ -132,7 +134,7 @@ def host_integers(values: Any, argument: str) -> Ints:
     """
     try:
         array = np.asarray(values)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise ArgumentTypeError(f"{argument}: got {type(values).__name__}, expected one dimension of integers ({error})") from error
     if array.ndim != 1:
         raise ArgumentError(f"{argument}: got shape {array.shape}, expected one dimension")
