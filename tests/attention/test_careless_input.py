@@ -312,3 +312,27 @@ def test_the_backend_of_a_plan_is_public() -> None:
     wrapper = WRAPPERS["decode"](bytes_of(1 << 16), bytes_of(1 << 16))
     wrapper.plan(**BATCHES["decode"])
     assert wrapper.plan_backend == "host"
+
+
+def test_unknown_and_missing_arguments_everywhere() -> None:
+    """Constructors, helpers and merging say it as plan and run do."""
+    wrapper = WRAPPERS["decode"](backend="host")
+    calls: list[tuple[Any, tuple[Any, ...]]] = [
+        (WRAPPERS["decode"], ()),
+        (wrapper.reset_workspace_buffer, (None, None)),
+        (cupyinfer.append_paged_kv_cache, (None,) * 8),
+        (cupyinfer.get_batch_indices_positions, (None,) * 3),
+        (cupyinfer.get_seq_lens, (None,) * 3),
+        (cupyinfer.merge_state, (None,) * 4),
+        (cupyinfer.merge_state_in_place, (None,) * 4),
+        (cupyinfer.merge_states, (None,) * 2),
+        (cupyinfer.get_batch_decode_module, ("float16", "float16", 64)),
+        (cupyinfer.get_batch_prefill_jit_module, (None, "float16", "float16", 64)),
+    ]
+    for call, args in calls:
+        if args:
+            with pytest.raises(ArgumentTypeError, match=": missing "):
+                call(*args[:-1])
+        if "module" not in call.__name__:  # modules leave further options to `plan`
+            with pytest.raises(ArgumentTypeError, match=r"^foo: .* takes no such argument"):
+                call(*args, foo=1)
