@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from cupyinfer.errors import ArgumentError
 from cupyinfer.schedule.capacity import BatchLimits, capacity_counts
-from cupyinfer.schedule.geometry import MAX_KV_LEN, MAX_PACKED_ROWS, BatchGeometry, check_heads
+from cupyinfer.schedule.geometry import MAX_KV_LEN, MAX_PACKED_ROWS, MAX_UNITS, BatchGeometry, check_flag, check_heads, store_ints
 from cupyinfer.schedule.layout import RegionCounts, lay_out, measure
 from cupyinfer.schedule.plan_info import DecodePlanInfo, PlanInfo, PrefillPlanInfo
 from cupyinfer.schedule.profile import DeviceProfile
@@ -30,7 +30,7 @@ from cupyinfer.schedule.tiles import (
     max_tile_q,
     tile_config,
 )
-from cupyinfer.schedule.tiling import KeySpan, choose_tile_q, count_tiles, make_tiles, most_tiles, tile_q_for_rows
+from cupyinfer.schedule.tiling import KeySpan, Tiles, choose_tile_q, count_tiles, make_tiles, most_tiles, tile_q_for_rows
 from cupyinfer.workspace import AlignedAllocator, WorkspaceSize
 
 
@@ -67,6 +67,9 @@ class PlanShape:
     transforms_logits: bool = False
 
     def __post_init__(self) -> None:
+        least = {"num_qo_heads": 1, "num_kv_heads": 1, "head_dim_qk": 1, "head_dim_vo": 1, "page_size": 1}
+        store_ints(self, least)
+        object.__setattr__(self, "disable_split_kv", check_flag(self.disable_split_kv, "disable_split_kv"))
         check_heads(self.num_qo_heads, self.num_kv_heads)
         check_head_dims(self.head_dim_qk, self.head_dim_vo)
         self.policy(1)
@@ -248,7 +251,7 @@ def draft_plan(
         graph_limits: plan for CUDA graphs, with grid and offsets that suit every batch within these limits.
 
     Raises:
-        ArgumentError: the batch exceeds `graph_limits`, or a request has more packed rows than 32 bits hold.
+        ArgumentError: the batch exceeds `graph_limits`, or has more units of work or packed rows of one request than 32 bits hold.
     """
     if geometry.num_qo_tokens * shape.group_size > MAX_PACKED_ROWS:
         _check_packed_rows(geometry, shape.group_size)
@@ -263,6 +266,7 @@ def draft_plan(
         if kv_tile != config.kv_tile:
             config, policy = shape.kernel(tile_q, profile, kv_tile)
             tiles = make_tiles(geometry, shape.group_size, tile_q, kv_tile, shape.span, mask_begin)
+    _check_units(tiles, shape.num_kv_heads, policy.fixed_kv)
     keys_in_l2 = MAX_KV_LEN if tile_q == 16 else shape.keys_in_l2(profile)
     schedule = make_schedule(tiles, config, profile.num_sms, shape.num_kv_heads, policy, cuda_graph, keys_in_l2)
     if graph_limits is not None:
@@ -271,6 +275,16 @@ def draft_plan(
         _, records, (cta_work, merge_groups, rows), _ = schedule
         counts = RegionCounts(len(records), len(cta_work), len(merge_groups), rows, shape.head_dim_vo, num_page_indices, value_bytes)
     return PlanDraft(shape, geometry, schedule, counts, cuda_graph)
+
+
+def _check_units(tiles: Tiles, num_kv_heads: int, fixed_kv: int | None) -> None:
+    """Refuse batches of more units than CTAs can count in 32 bits, where the next unit may be one grid further."""
+    most_parts = 1 if fixed_kv is None else max(1, -(-tiles.longest // fixed_kv))
+    if len(tiles.records) * most_parts * num_kv_heads <= MAX_UNITS:
+        return
+    num_tiles = len(tiles.records) if fixed_kv is None else int(np.maximum(-(-tiles.keys // fixed_kv), 1).sum())
+    if num_tiles * num_kv_heads > MAX_UNITS:
+        raise ArgumentError(f"batch: has {num_tiles} tiles of {num_kv_heads} KV heads, supported are up to {MAX_UNITS} units of one by one")
 
 
 def _check_packed_rows(geometry: BatchGeometry, group_size: int) -> None:
