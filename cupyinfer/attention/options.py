@@ -151,7 +151,7 @@ class AttentionOptions:
             KeySpan(self.causal, self.window_left),
             self.fixed_split_size,
             self.disable_split_kv,
-            transforms_logits=self.logits_soft_cap > 0 or self.pos_encoding_mode == "ALIBI" or self.user_variant is not None,
+            transforms_logits=self.logits_soft_cap > 0 or self.pos_encoding_mode != "NONE" or self.user_variant is not None,
         )
 
     @cached_property

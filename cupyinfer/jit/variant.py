@@ -95,8 +95,8 @@ class AttentionVariant:
 
     @property
     def transforms_logits(self) -> bool:
-        """True with a soft cap, ALiBi or a user's code, which take registers: tile shapes and schedules depend on it."""
-        return self.soft_cap or self.pos_encoding == "ALIBI" or self.user is not None
+        """True if logits are more than products and masks: tile shapes and schedules depend on the registers that takes."""
+        return self.soft_cap or self.pos_encoding != "NONE" or self.user is not None
 
     def tile_config(self, smem_per_sm: int, smem_per_cta: int) -> TileConfig:
         """Tile shape of this kernel on a GPU with that much shared memory."""

@@ -50,7 +50,7 @@ class PlanShape:
         fixed_split_size: pages (ragged: keys) per part, or None.
         disable_split_kv: keep every unit in one CTA.
         backend: the kernels planned for, "fa2" or "fa3".
-        transforms_logits: the kernel has a soft cap, ALiBi or a user's code.
+        transforms_logits: the kernel has a soft cap, ALiBi, RoPE or a user's code.
     """
 
     decode: bool

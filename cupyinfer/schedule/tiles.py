@@ -22,6 +22,9 @@ DECODE_KV_TILE = 64
 PREFILL_KV_TILE = 64
 #: Bytes of K and V an SM asks for at once while decoding. Measured on an H200: 64 KB reach the memory's rate, 128 KB are slower.
 DECODE_BYTES_IN_FLIGHT = 64 * 1024
+#: Shared memory of an SM from Hopper on, as far as GPUs for data centers go. Compute capability 8.0 has room for three CTAs of 128 rows at
+#: head_dim 64 too, but its code spills at 168 registers.
+_THREE_CTAS_SMEM = 228 * 1024
 #: Static shared memory of the 16-row kernel besides its table of RoPE frequencies.
 _STATIC_SMEM = 384
 
@@ -96,11 +99,11 @@ def tile_config(
         smem_per_sm: shared memory of one SM, bytes.
         smem_per_cta: most dynamic shared memory one CTA may ask for, bytes.
         rotate_keys: the kernel applies RoPE to keys; no schedule depends on it.
-        transforms_logits: the kernel has a soft cap, ALiBi or a user's code.
+        transforms_logits: the kernel has a soft cap, ALiBi, RoPE or a user's code.
     """
     if cta_tile_q == 16:
         return _decode_config(head_dim_qk, head_dim_vo, kv_itemsize, smem_per_cta, rotate_keys)
-    most_ctas = prefill_ctas_per_sm(cta_tile_q, head_dim_qk, kv_itemsize, transforms_logits)
+    most_ctas = prefill_ctas_per_sm(cta_tile_q, head_dim_qk, kv_itemsize, smem_per_sm, transforms_logits)
     return _prefill_config(cta_tile_q, head_dim_qk, head_dim_vo, kv_itemsize, smem_per_sm, smem_per_cta, most_ctas)
 
 
@@ -137,12 +140,14 @@ def _decode_config(head_dim_qk: int, head_dim_vo: int, kv_itemsize: int, smem_pe
     raise UnsupportedError(f"head_dim {head_dim_qk}: {smem_per_cta} bytes of shared memory per CTA are too few")
 
 
-def prefill_ctas_per_sm(cta_tile_q: int, head_dim_qk: int, kv_itemsize: int, transforms_logits: bool) -> int:
-    """Most CTAs of a 64- or 128-row kernel for which an SM has registers: three where 168 per thread suffice, else two.
+def prefill_ctas_per_sm(cta_tile_q: int, head_dim_qk: int, kv_itemsize: int, smem_per_sm: int, transforms_logits: bool) -> int:
+    """Most CTAs of a 64- or 128-row kernel on an SM: three where 168 registers per thread suffice, else two.
 
-    Smaller outputs would fit too, but are not known to gain. Converting fp8, a soft cap, ALiBi or a user's code takes registers.
+    Converting fp8, a soft cap, ALiBi, RoPE or a user's code takes registers, and so does code for GPUs before Hopper. Tiles of 64 rows
+    would fit, but are not known to gain.
     """
-    return 3 if cta_tile_q == 128 and head_dim_qk == 64 and kv_itemsize == 2 and not transforms_logits else 2
+    fits = head_dim_qk == 64 and kv_itemsize == 2 and smem_per_sm >= _THREE_CTAS_SMEM and not transforms_logits
+    return 3 if cta_tile_q == 128 and fits else 2
 
 
 def _prefill_config(

@@ -20,7 +20,7 @@ struct KvPipeline {
   __device__ __forceinline__ void load_v(const AttentionParams& params, const Work& work, int iter, int key_begin) {
     load_kv_tile<false>(params, work, key_begin, slot, v_stage(iter));
     cp_async_commit();
-    if constexpr (kPaged) slot = kNumStages == 2 ? next_kv_slot(params, work, key_begin + kKvTile) : lane_kv_slot(params, work, key_begin + kKvTile);
+    if constexpr (kPaged) slot = kNextRows ? next_kv_slot(params, work, key_begin + kKvTile) : lane_kv_slot(params, work, key_begin + kKvTile);
   }
   // Start the first tile of a segment; every warp must be done with the ring.
   __device__ __forceinline__ void begin(const AttentionParams& params, const Work& work) {
@@ -41,13 +41,18 @@ __device__ __forceinline__ void attend(const AttentionParams& params, const Work
   for (int iter = 0, key_begin = work.segment.kv_begin; key_begin < work.segment.kv_end; ++iter, key_begin += kKvTile) {
     bool active = __any_sync(kFullWarp, span.sees(key_begin));
     int next_begin = key_begin + kKvTile;
+    // Addresses for kNextRows: made here, they hide behind the wait.
     NextRows<true> next_k(params, work, next_begin, kv.slot, kv.k_stage(iter + 1));
     NextRows<false> next_v(params, work, next_begin, kv.slot, kv.k_stage(iter + 1));
     bool even = evenly_spaced(params);
     // With two stages the whole tile has arrived, and the next one takes the stage that was read an iteration ago.
     cp_async_wait<kTwoStages ? 0 : 1>();
     __syncthreads();
-    if constexpr (kTwoStages) {
+    if constexpr (kTwoStages && !kNextRows) {
+      kv.load_k(params, work, iter + 1, next_begin);
+      kv.load_v(params, work, iter + 1, next_begin);
+    }
+    if constexpr (kNextRows) {
       if (kPaged && !even) {
         load_kv_tile<true>(params, work, next_begin, kv.slot, kv.k_stage(iter + 1));
         load_kv_tile<false>(params, work, next_begin, kv.slot, kv.v_stage(iter + 1));
@@ -81,9 +86,8 @@ __device__ __forceinline__ void attend(const AttentionParams& params, const Work
       }
       if (active) accumulate_output(o, s, logit_scales, state, kv.v_stage(iter) + part * kLogitKeys * kVRowBytes);
     }
-    if constexpr (kTwoStages) {
-      cp_async_commit();
-    } else {
+    if constexpr (kNextRows) cp_async_commit();
+    if constexpr (!kTwoStages) {
       __syncthreads();
       kv.load_v(params, work, iter + 1, next_begin);
     }

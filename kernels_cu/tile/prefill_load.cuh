@@ -185,6 +185,10 @@ __device__ __forceinline__ void load_kv_tile(const AttentionParams& params, cons
   }
 }
 
+// Tiles after a segment's first come by NextRows, so that few instructions for addresses stand between the barrier and the first product.
+// fp8 rows are half as long and have half as many; with a single stage they hide behind the products.
+constexpr bool kNextRows = kNumStages == 2 && !kFp8Kv;
+
 // The warp's 16 keys of every tile lie one stride apart: tiles begin at multiples of 16 keys.
 __device__ __forceinline__ bool evenly_spaced(const AttentionParams& params) { return !kPaged || params.page_size % kWarpKeys == 0; }
 
@@ -196,7 +200,7 @@ __device__ __forceinline__ KvSlot next_kv_slot(const AttentionParams& params, co
 }
 
 // load_kv_tile with a single address per lane, for evenly spaced keys of a tile that is not its segment's first: no key there lies left of
-// every row's window. The address is made before the tile may be written, where it hides behind the wait.
+// every row's window.
 template <bool kIsK>
 struct NextRows {
   using Steps = CopySteps<kIsK>;
