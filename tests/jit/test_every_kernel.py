@@ -90,7 +90,8 @@ def test_three_ctas_fit_with_a_mask(paged: bool, arch: str) -> None:
 def test_plans_and_kernels_agree_on_ctas() -> None:
     profile = profile_for_arch("sm_90a")
     common = {"decode": False, "paged": True, "num_qo_heads": 8, "num_kv_heads": 8, "head_dim_qk": 64}
-    for feature, ctas in (({}, 3), ({"logits_soft_cap": 30.0}, 2), ({"pos_encoding_mode": "ALIBI"}, 2), ({"pos_encoding_mode": "ROPE_LLAMA"}, 2)):
+    features = ({}, 3), ({"logits_soft_cap": 30.0}, 2), ({"pos_encoding_mode": "ALIBI"}, 2), ({"pos_encoding_mode": "ROPE_LLAMA"}, 2)
+    for feature, ctas in features:
         options = make_options(**common, **feature)
         kernel = options.variant(128, False).tile_config(profile.smem_per_sm, profile.smem_per_cta)
         assert options.shape.config(128, profile) == kernel
