@@ -146,12 +146,13 @@ class AttentionOptions:
             KeySpan(self.causal, self.window_left),
             self.fixed_split_size,
             self.disable_split_kv,
+            transforms_logits=self.logits_soft_cap > 0 or self.pos_encoding_mode != "NONE" or self.user_variant is not None,
         )
 
     @cached_property
     def fa3_shape(self) -> PlanShape:
         """The same for fa3."""
-        return replace(self.shape, backend="fa3", transforms_logits=self.logits_soft_cap > 0 or self.pos_encoding_mode == "ALIBI")
+        return replace(self.shape, backend="fa3")
 
     @cached_property
     def plain_scales(self) -> RunScales:

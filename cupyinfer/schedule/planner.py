@@ -50,7 +50,7 @@ class PlanShape:
         fixed_split_size: pages (ragged: keys) per part, or None.
         disable_split_kv: keep every unit in one CTA.
         backend: the kernels planned for, "fa2" or "fa3".
-        transforms_logits: the kernel has a soft cap or ALiBi; matters to fa3 only.
+        transforms_logits: the kernel has a soft cap, ALiBi, RoPE or a user's code.
     """
 
     decode: bool
@@ -106,7 +106,9 @@ class PlanShape:
         """Tile shape of the kernel with that many rows per tile on a GPU; for fa3 also with that many keys, by default the first choice."""
         if self.backend == "fa3":
             return fa3_tile_config(cta_tile_q, self.head_dim_qk, self.head_dim_vo, self.kv_tiles[0] if kv_tile is None else kv_tile)
-        return tile_config(cta_tile_q, self.head_dim_qk, self.head_dim_vo, self.kv_itemsize, profile.smem_per_sm, profile.smem_per_cta)
+        widths = (self.head_dim_qk, self.head_dim_vo, self.kv_itemsize)
+        smem = (profile.smem_per_sm, profile.smem_per_cta)
+        return tile_config(cta_tile_q, *widths, *smem, transforms_logits=self.transforms_logits)
 
     def policy(self, kv_tile: int) -> SplitPolicy:
         """What may be divided, for a kernel with that many keys per iteration."""
@@ -314,9 +316,9 @@ def bound(
 ) -> WorkspaceSize:
     """Bytes that suffice for every batch within `limits`, with or without CUDA graphs."""
     float_bytes = int_bytes = 0
-    shapes = [shape]
+    shapes = [replace(shape, transforms_logits=transforms) for transforms in (False, True)]
     if profile.arch == FA3_ARCH and not shape.decode and (shape.head_dim_qk, shape.head_dim_vo) in FA3_KV_TILES:
-        fa3_shapes = (replace(shape, backend="fa3", transforms_logits=transforms) for transforms in (False, True))
+        fa3_shapes = [replace(one, backend="fa3") for one in shapes]
         shapes += [one for one in fa3_shapes if one.kv_tiles]
     for one in shapes:
         for tile_q in one.possible_tile_qs():
