@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from cupyinfer.attention.call_errors import checked_call
 from cupyinfer.attention.operands import check_dimensions, check_rows, check_shape, common_device, index_device, index_view, typed_view
 from cupyinfer.backends.helper_kernel import on_device
 from cupyinfer.backends.merge import VALUE_TYPES, MergeProblem, merge_cuda, merge_host
@@ -22,12 +23,14 @@ from cupyinfer.interop import (
     empty_output,
     hand_back,
     numpy_array,
+    overlaps_itself,
     release_after_work,
     require_writable,
     use_device,
 )
 
 
+@checked_call
 def merge_state(v_a: Any, s_a: Any, v_b: Any, s_b: Any) -> tuple[Any, Any]:
     """Merge two states of every row.
 
@@ -50,6 +53,7 @@ def merge_state(v_a: Any, s_a: Any, v_b: Any, s_b: Any) -> tuple[Any, Any]:
     return _merge_to_new(MergeProblem(*first, *first, *second), first[0].shape, device, v_a)
 
 
+@checked_call
 def merge_state_in_place(v: Any, s: Any, v_other: Any, s_other: Any, mask: Any = None) -> None:
     """Merge another state into (v, s) of every row, in place.
 
@@ -68,6 +72,8 @@ def merge_state_in_place(v: Any, s: Any, v_other: Any, s_other: Any, mask: Any =
     other = _row_state(v_other, s_other, "v_other", "s_other", like=own)
     for view, name in ((own[0], "v"), (own[1], "s")):
         require_writable(view, name)
+        if overlaps_itself(view.shape, view.strides):
+            raise ArgumentError(f"{name}: strides {view.strides} make its rows overlap for shape {view.shape}")
     views = {"v": own[0], "s": own[1], "v_other": other[0], "s_other": other[1]}
     mask_view = None
     if mask is not None:
@@ -76,6 +82,7 @@ def merge_state_in_place(v: Any, s: Any, v_other: Any, s_other: Any, mask: Any =
     _merge(MergeProblem(*own, *own, *other, mask=mask_view), common_device(views))
 
 
+@checked_call
 def merge_states(v: Any, s: Any, indptr: Any = None) -> tuple[Any, Any]:
     """Merge any number of states of every row.
 

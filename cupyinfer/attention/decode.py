@@ -11,7 +11,7 @@ from cupyinfer.attention.options import make_options
 from cupyinfer.attention.plan import AttentionRequest
 from cupyinfer.attention.run_arrays import cache_views
 from cupyinfer.attention.wrapper import BatchAttentionWrapper, plan_values
-from cupyinfer.schedule.geometry import decode_geometry
+from cupyinfer.schedule.geometry import check_flag, decode_geometry
 from cupyinfer.workspace import WorkspaceSize
 
 
@@ -43,6 +43,7 @@ def decode_request(
     non_blocking: bool = True,
 ) -> AttentionRequest:
     """Check the arguments of a decode plan; see `BatchDecodeWithPagedKVCacheWrapper.plan`."""
+    check_flag(non_blocking, "non_blocking")
     options = make_options(  # by position, which looks up what is kept in two thirds of the time
         True,
         True,
@@ -107,8 +108,9 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchAttentionWrapper):
             rope_scale, rope_theta: of ROPE_LLAMA, by default 1 and 10000.
             fixed_split_size: pages per part; the result of a request then does not depend on the rest of the batch.
             disable_split_kv: never divide a request's keys, to the same end.
-            alibi_slopes: float32 [num_qo_heads] for ALIBI, by default the published ones.
-            sinks: float32 [num_qo_heads], natural-log logits that join each row's denominator.
+            alibi_slopes: float32 [num_qo_heads] for ALIBI, by default the published ones. An array on a GPU is read in place until the
+                last run, and its values are not checked; under CUDA graphs every plan brings the same one.
+            sinks: float32 [num_qo_heads], natural-log logits that join each row's denominator; -inf joins nothing. On a GPU as slopes.
             head_dim_vo: width of values and outputs, by default head_dim.
             non_blocking: accepted for FlashInfer's sake; uploads never block.
 
@@ -146,6 +148,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchAttentionWrapper):
                 fp8 caches may come as uint8.
             q_scale: factor of q.
             k_scale: factor of k: a positive float, or float32 [num_kv_heads], positive too. It multiplies whatever the cache's type.
+                The values of an array on a GPU are not checked, which would wait for the GPU: NaN in gives NaN out.
             v_scale: factor of v, likewise.
             out: [batch_size, num_qo_heads, head_dim_vo] to write to.
             lse: float32 [batch_size, num_qo_heads] to write to.

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from cupyinfer.errors import ArgumentError, ArgumentTypeError
 from cupyinfer.interop import ArrayView, as_view, cupy_array
-from cupyinfer.schedule.geometry import BatchGeometry, Ints, host_integers
+from cupyinfer.schedule.geometry import BatchGeometry, Ints, check_flag, host_integers
 
 _INT32_MAX = 2**31 - 1
 _INT32 = np.dtype(np.int32)
@@ -38,6 +38,13 @@ def to_host(values: Any, argument: str) -> Any:
 def host_indices(values: Any, argument: str) -> Ints:
     """A one-dimensional array of integers as host int64, from the host or from a GPU (one synchronising copy)."""
     return host_integers(values if type(values) is np.ndarray else to_host(values, argument), argument)
+
+
+def _as_numpy(values: Any, argument: str) -> npt.NDArray[Any]:
+    try:
+        return np.asarray(values)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ArgumentTypeError(f"{argument}: got {type(values).__name__}, expected an array ({error})") from error
 
 
 class PageTable(NamedTuple):
@@ -83,7 +90,8 @@ def page_table(indices: Any, num_entries: int, argument: str, copied: bool = Fal
             _check_entries(view.shape[0], num_entries, argument)
             return PageTable(num_entries, on_device=view, copied=copied)
         indices = to_host(indices, argument)
-    entries = indices if type(indices) is np.ndarray else np.asarray(indices)
+    check_flag(copied, "copy_pages")
+    entries = indices if type(indices) is np.ndarray else _as_numpy(indices, argument)
     if entries.dtype != _INT32 or entries.ndim != 1:
         entries = host_integers(entries, argument)
     have = len(entries)
@@ -145,6 +153,11 @@ class PlanValues:
         in_block = {name: begin + offset for name, offset in self.offsets().items()}
         return {**in_block, **{name: view.ptr for name, view in self.device.items()}}
 
+    def places(self) -> dict[str, str]:
+        """Where every array lies, in words: by these a CUDA graph's launch tells one plan from another."""
+        in_block = {name: f"given on the host, at byte {offset} of the int workspace's values" for name, offset in self.offsets().items()}
+        return {**in_block, **{name: f"read in place at address {view.ptr:#x}" for name, view in self.device.items()}}
+
     def write(self, block: npt.NDArray[np.uint8]) -> None:
         """Fill the block."""
         for name, offset in self.offsets().items():
@@ -163,10 +176,17 @@ class PlanValues:
                 raise ArgumentError(f"{name}: got {view.dtype} of shape {view.shape}, expected contiguous float32 of shape ({num_heads},)")
             self.device[name] = view
             return
-        array = np.asarray(values)
+        array = _as_numpy(values, name)
         if array.shape != (num_heads,) or array.dtype.kind not in "fiu":
             raise ArgumentError(f"{name}: got {array.dtype} of shape {array.shape}, expected numbers of shape ({num_heads},)")
-        self.blocks[name] = np.ascontiguousarray(array, np.float32)
+        with np.errstate(over="ignore"):
+            array = np.ascontiguousarray(array, np.float32)
+        # A sink of -inf joins nothing, and is no mistake.
+        wrong = ~(np.isfinite(array) | np.isneginf(array)) if name == "sinks" else ~np.isfinite(array)
+        if wrong.any():
+            at = int(wrong.argmax())
+            raise ArgumentError(f"{name}: entry {at} is {values[at]}, must be finite in float32")
+        self.blocks[name] = array
 
     def add_mask(self, geometry: BatchGeometry, custom_mask: Any, packed_custom_mask: Any) -> None:
         """Take in a custom mask: bool [sum of qo_len * kv_len], or packed bits with each request beginning on a byte.
@@ -191,7 +211,7 @@ class PlanValues:
             shape, dtype, contiguous = view.shape, view.dtype, view.strides in ((1,), ()) or view.shape == (0,)
             self.device["mask"] = view
         else:
-            packed = np.asarray(packed_custom_mask)
+            packed = _as_numpy(packed_custom_mask, "packed_custom_mask")
             shape, dtype, contiguous = packed.shape, packed.dtype.name, True
             self.blocks["mask"] = np.ascontiguousarray(packed)
         if dtype != "uint8":
@@ -212,7 +232,7 @@ def _padded(num_bytes: int) -> int:
 
 
 def _pack_mask(custom_mask: Any, bits: Ints, per_request: Ints) -> npt.NDArray[np.uint8]:
-    mask = np.asarray(custom_mask)
+    mask = _as_numpy(custom_mask, "custom_mask")
     total = int(bits.sum())
     if mask.shape != (total,):
         raise ArgumentError(

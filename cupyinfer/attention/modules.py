@@ -16,13 +16,16 @@ from cupyinfer.attention.prefill import paged_prefill_request, ragged_prefill_re
 from cupyinfer.attention.run_arrays import cache_views
 from cupyinfer.attention.workspaces import Workspaces, check_backend
 from cupyinfer.backends.device import current_device, has_gpu, read_profile
+from cupyinfer.dtypes import FP8_TYPES, HALF_TYPES, canonical_dtype
 from cupyinfer.errors import ArgumentError, ArgumentTypeError, BackendUnavailable, CupyInferError
 from cupyinfer.interop import ArrayView, as_view
+from cupyinfer.schedule.geometry import check_flag, check_int
 from cupyinfer.schedule.profile import HOST_PROFILE, DeviceProfile, named_profile
+from cupyinfer.schedule.tiles import check_head_dims
 from cupyinfer.workspace import WorkspaceSize
 
 #: The argument of the request functions that a module supplies.
-_SUPPLIED = ("kv_layout",)
+_SUPPLIED = ("kv_layout", "copy_pages")
 
 
 @dataclass(frozen=True)
@@ -131,9 +134,17 @@ class AttentionModule:
 
 
 def _fixed(head_dim_qk: int, head_dim_vo: int | None, q_dtype: Any, kv_dtype: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """What every request of a module gets, of which types and widths are checked before there is one."""
+    q_type = canonical_dtype(q_dtype, "q_dtype", HALF_TYPES)
+    kv_type = q_type if kv_dtype is None else canonical_dtype(kv_dtype, "kv_dtype", (*HALF_TYPES, *FP8_TYPES))
+    if kv_type in HALF_TYPES and kv_type != q_type:
+        raise ArgumentTypeError(f"kv_dtype: got {kv_type} for {q_type} queries; a 16-bit cache has the queries' type")
+    width = check_int(head_dim_qk, "head_dim_qk", 1)
+    check_head_dims(width, width if head_dim_vo is None else check_int(head_dim_vo, "head_dim_vo", 1))
     return {"head_dim_vo": head_dim_vo, "q_data_type": q_dtype, "kv_data_type": kv_dtype, **options}
 
 
+@checked_call
 def get_batch_decode_module(
     q_dtype: Any,
     kv_dtype: Any,
@@ -153,10 +164,14 @@ def get_batch_decode_module(
         head_dim_vo: width of values and outputs, by default head_dim_qk.
         kv_layout: "NHD" or "HND".
         backend: "auto", "fa2" or "host"; "fa3" too for prefill, which it alone serves.
-        options: options of `BatchDecodeWithPagedKVCacheWrapper.plan` to fix, such as pos_encoding_mode.
+        options: options of `BatchDecodeWithPagedKVCacheWrapper.plan` to fix, such as pos_encoding_mode; `plan` checks them.
 
     Returns:
         A module whose `plan` takes, after the two workspaces, ``indptr, indices, last_page_len, num_qo_heads, num_kv_heads, page_size``.
+
+    Raises:
+        ArgumentTypeError: an element type that is not supported, or widths that are no integers.
+        ArgumentError: widths that no kernel serves, or an unknown layout or backend.
     """
 
     @options_of(decode_request, supplied=_SUPPLIED)
@@ -169,6 +184,7 @@ def get_batch_decode_module(
     return AttentionModule(request, fixed, True, check_kv_layout(kv_layout), check_backend(backend))
 
 
+@checked_call
 def get_batch_prefill_module(
     q_dtype: Any,
     kv_dtype: Any,
@@ -190,6 +206,9 @@ def get_batch_prefill_module(
     Returns:
         A module whose `plan` takes, after the two workspaces, ``qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len,
         num_qo_heads, num_kv_heads, page_size`` (paged) or ``qo_indptr, kv_indptr, num_qo_heads, num_kv_heads`` (ragged).
+
+    Raises:
+        ArgumentError, ArgumentTypeError: as for `get_batch_decode_module`.
     """
 
     @options_of(paged_prefill_request, supplied=_SUPPLIED)
@@ -203,8 +222,8 @@ def get_batch_prefill_module(
         return ragged_prefill_request(qo_indptr, kv_indptr, num_qo_heads, num_kv_heads, head_dim_qk, **rest)
 
     fixed = _fixed(head_dim_qk, head_dim_vo, q_dtype, kv_dtype, options)
-    request = paged_request if paged else ragged_request
-    return AttentionModule(request, fixed, paged, check_kv_layout(kv_layout), check_backend(backend))
+    request = paged_request if check_flag(paged, "paged") else ragged_request
+    return AttentionModule(request, fixed, bool(paged), check_kv_layout(kv_layout), check_backend(backend))
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from cupyinfer.dtypes import FP8_QUERY_TYPE, FP8_TYPES, HALF_TYPES, canonical_dt
 from cupyinfer.errors import ArgumentError, ArgumentTypeError
 from cupyinfer.jit.user_variant import UserVariant
 from cupyinfer.jit.variant import POS_ENCODINGS, AttentionVariant
-from cupyinfer.schedule.geometry import check_heads, check_int
+from cupyinfer.schedule.geometry import check_flag, check_heads, check_int
 from cupyinfer.schedule.planner import PlanShape
 from cupyinfer.schedule.tiles import check_head_dims
 from cupyinfer.schedule.tiling import KeySpan
@@ -52,16 +52,9 @@ def _kept(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Resu
 
 def check_kv_layout(kv_layout: Any) -> str:
     """Return `kv_layout`; raise ArgumentError unless it is "NHD" or "HND"."""
-    if kv_layout not in KV_LAYOUTS:
+    if not isinstance(kv_layout, str) or kv_layout not in KV_LAYOUTS:
         raise ArgumentError(f"kv_layout: got {kv_layout!r}, expected 'NHD' or 'HND'")
     return str(kv_layout)
-
-
-def check_flag(value: Any, argument: str) -> bool:
-    """Return `value` as a bool; raise ArgumentTypeError unless it is one: "no" would be true."""
-    if not isinstance(value, (bool, np.bool_)):
-        raise ArgumentTypeError(f"{argument}: got {value!r}, expected True or False")
-    return bool(value)
 
 
 def check_float(value: Any, argument: str) -> float:
@@ -164,12 +157,13 @@ class AttentionOptions:
             KeySpan(self.causal, self.window_left),
             self.fixed_split_size,
             self.disable_split_kv,
+            transforms_logits=self.logits_soft_cap > 0 or self.pos_encoding_mode != "NONE" or self.user_variant is not None,
         )
 
     @cached_property
     def fa3_shape(self) -> PlanShape:
         """The same for fa3."""
-        return replace(self.shape, backend="fa3", transforms_logits=self.logits_soft_cap > 0 or self.pos_encoding_mode == "ALIBI")
+        return replace(self.shape, backend="fa3")
 
     @cached_property
     def plain_scales(self) -> RunScales:
@@ -198,6 +192,15 @@ class AttentionOptions:
             kv_tile,
             self.o_dtype,
         )
+
+
+def _check_rope(rope_scale: float, rope_theta: float) -> None:
+    """Refuse rotations whose angles float32 cannot hold at every position: they would make every output NaN."""
+    slowest = FLOAT32_MAX / 2**31
+    if 1 / rope_scale > slowest:
+        raise ArgumentError(f"rope_scale: got {rope_scale}, its reciprocal times a position is beyond the range of float32")
+    if max(1.0, 1 / rope_theta) / rope_scale > slowest:
+        raise ArgumentError(f"rope_theta: got {rope_theta} with rope_scale {rope_scale}, angles are beyond the range of float32")
 
 
 @_kept
@@ -237,7 +240,7 @@ def make_options(
     head_dim_vo = head_dim_qk if head_dim_vo is None else check_int(head_dim_vo, "head_dim_vo", 1)
     check_head_dims(head_dim_qk, head_dim_vo)
     q_dtype, kv_dtype, o_dtype = _element_types(decode, q_data_type, kv_data_type, o_data_type)
-    if pos_encoding_mode not in POS_ENCODINGS:
+    if not isinstance(pos_encoding_mode, str) or pos_encoding_mode not in POS_ENCODINGS:
         raise ArgumentError(f"pos_encoding_mode: got {pos_encoding_mode!r}, expected one of {', '.join(POS_ENCODINGS)}")
     window_left = check_int(window_left, "window_left", -1)
     cap = 0.0 if logits_soft_cap is None else check_float32(logits_soft_cap, "logits_soft_cap")
@@ -248,9 +251,7 @@ def make_options(
         "rope_scale": 1.0 if rope_scale is None else check_positive(rope_scale, "rope_scale"),
         "rope_theta": 1e4 if rope_theta is None else check_positive(rope_theta, "rope_theta"),
     }
-    for argument, value in (("causal", causal), ("disable_split_kv", disable_split_kv)):
-        if not isinstance(value, bool):
-            raise ArgumentTypeError(f"{argument}: got {value!r}, expected True or False")
+    _check_rope(rope["rope_scale"], rope["rope_theta"])
     options = AttentionOptions(
         decode=decode,
         paged=paged,
@@ -261,13 +262,13 @@ def make_options(
         page_size=check_int(page_size, "page_size", 1),
         q_dtype=q_dtype,
         kv_dtype=kv_dtype,
-        causal=causal,
+        causal=check_flag(causal, "causal"),
         window_left=window_left,
         sm_scale=scale,
         logits_soft_cap=cap,
         pos_encoding_mode=pos_encoding_mode,
-        fixed_split_size=fixed_split_size,
-        disable_split_kv=disable_split_kv,
+        fixed_split_size=int(fixed_split_size) if isinstance(fixed_split_size, np.integer) else fixed_split_size,
+        disable_split_kv=check_flag(disable_split_kv, "disable_split_kv"),
         rope_scale=rope["rope_scale"],
         rope_theta=rope["rope_theta"],
         o_dtype=o_dtype,

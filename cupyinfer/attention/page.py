@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
+from cupyinfer.attention.call_errors import checked_call
 from cupyinfer.attention.operands import check_dimensions, check_rows, check_shape, common_device, index_device, index_view
 from cupyinfer.attention.options import check_kv_layout
 from cupyinfer.attention.run_arrays import cache_views
@@ -20,7 +22,9 @@ from cupyinfer.interop import (
     as_view,
     empty_output,
     hand_back,
+    memory_is_shared,
     numpy_array,
+    overlaps_itself,
     release_after_work,
     require_writable,
     use_device,
@@ -31,6 +35,7 @@ from cupyinfer.schedule.geometry import Ints, check_int, host_integers, paged_kv
 _ELEMENT_TYPES = {1: (*FP8_TYPES, "uint8", "int8"), 2: (*HALF_TYPES, "uint16", "int16")}
 
 
+@checked_call
 def append_paged_kv_cache(
     append_key: Any,
     append_value: Any,
@@ -106,6 +111,7 @@ def append_paged_kv_cache(
         release_after_work((*rows, *caches, *on_gpu))
 
 
+@checked_call
 def get_batch_indices_positions(
     append_indptr: Any, seq_lens: Any, nnz: int, batch_indices: Any = None, positions: Any = None
 ) -> tuple[Any, Any]:
@@ -139,6 +145,7 @@ def get_batch_indices_positions(
         None if array is None else _output_view(array, name, nnz, device)
         for name, array in (("batch_indices", batch_indices), ("positions", positions))
     ]
+    _check_outputs(dict(zip(("batch_indices", "positions"), given, strict=True)), {"append_indptr": indptr, "seq_lens": lengths})
     if device.kind == "cpu":
         results = [empty_output((nnz,), "int32", device) if view is None else numpy_array(view) for view in given]
         offsets, kv_len = _host_ints(indptr, "append_indptr"), _host_ints(lengths, "seq_lens")
@@ -158,6 +165,7 @@ def get_batch_indices_positions(
     return first, second
 
 
+@checked_call
 def get_seq_lens(kv_indptr: Any, kv_last_page_len: Any, page_size: int) -> Any:
     """Tokens of every request in a paged cache: ``(pages - 1) * page_size + kv_last_page_len``, and 0 without pages.
 
@@ -197,10 +205,21 @@ def _writable_caches(paged_kv_cache: Any, kv_layout: str) -> tuple[ArrayView, Ar
     """K and V of a writable paged cache as [num_pages, page_size, num_kv_heads, head_dim], whatever layout and strides they have."""
     order = (0, 1, 2, 3) if check_kv_layout(kv_layout) == "NHD" else (0, 2, 1, 3)
     views = cache_views(paged_kv_cache, kv_layout)
-    for view in views:
+    for view, part in zip(views, "KV", strict=True):
         require_writable(view, "paged_kv_cache")
+        if overlaps_itself(view.shape, view.strides):
+            raise ArgumentError(f"paged_kv_cache: strides {view.strides} make slots of {part} overlap")
+    if not _are_apart(*(view._replace(ptr=0, owner=None) for view in views), views[1].ptr - views[0].ptr):
+        raise ArgumentError("paged_kv_cache: K and V share memory; one would be written over the other")
     k, v = (_reordered(view, order) for view in views)
     return k, v
+
+
+@lru_cache(maxsize=1024)
+def _are_apart(k: ArrayView, v: ArrayView, distance: int) -> bool:
+    """Whether two caches share no byte, by layout and distance alone, so that the layers of a model are looked at once or twice."""
+    begin = 1 << 56  # further from both ends of the address space than any distance
+    return not memory_is_shared(k._replace(ptr=begin), v._replace(ptr=begin + distance))
 
 
 def _reordered(view: ArrayView, order: tuple[int, ...]) -> ArrayView:
@@ -279,6 +298,20 @@ def _device_and_type(inputs: dict[str, tuple[ArrayView, Any]]) -> tuple[Device, 
         return view.device, array
     index_device(device, {name: view for name, (view, _) in inputs.items()})
     return device, like
+
+
+def _check_outputs(outputs: dict[str, ArrayView | None], inputs: dict[str, ArrayView]) -> None:
+    """Refuse arrays to write to that overlap themselves, each other or what is read."""
+    others = dict(inputs)
+    for name, view in outputs.items():
+        if view is None:
+            continue
+        if overlaps_itself(view.shape, view.strides):
+            raise ArgumentError(f"{name}: stride {view.strides[0]} makes its entries overlap")
+        for other, one in others.items():
+            if one.device == view.device and memory_is_shared(view, one):
+                raise ArgumentError(f"{name}: shares memory with {other}, which would be written over")
+        others[name] = view
 
 
 def _output_view(array: Any, argument: str, nnz: int, device: Device) -> ArrayView:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -11,11 +11,11 @@ import numpy.typing as npt
 
 from cupyinfer.attention.backend_choice import choose_backend
 from cupyinfer.attention.metadata import NO_PAGES, NO_VALUES, PageTable, PlanValues
-from cupyinfer.attention.options import FLOAT32_MAX, AttentionOptions, check_flag, check_float32, check_positive
-from cupyinfer.attention.run_arrays import ArrayChecker, PlanMemories
+from cupyinfer.attention.options import FLOAT32_MAX, AttentionOptions, check_float32, check_positive
+from cupyinfer.attention.run_arrays import ArrayChecker, PlanMemories, PlanMemory, num_bytes
 from cupyinfer.attention.user_arguments import UserValues
 from cupyinfer.attention.workspaces import Workspaces
-from cupyinfer.backends.arrays import OWN_PRODUCERS, RunScales, per_head_scale
+from cupyinfer.backends.arrays import OWN_PRODUCERS, RunArrays, RunScales, per_head_scale
 from cupyinfer.backends.device import read_profile
 from cupyinfer.backends.fa2 import Fa2Kernel, Fa2Launcher, PlanAddresses
 from cupyinfer.backends.fa3 import Fa3Kernel, Fa3Launcher
@@ -24,11 +24,17 @@ from cupyinfer.backends.params import division_multiplier
 from cupyinfer.errors import ArgumentError, BackendUnavailable, StateError
 from cupyinfer.interop import CPU_DEVICE, ArrayView, Device, as_view, current_stream_state, hand_back, release_after_work, use_device
 from cupyinfer.schedule.capacity import BatchLimits
-from cupyinfer.schedule.geometry import BatchGeometry
+from cupyinfer.schedule.geometry import BatchGeometry, check_flag
 from cupyinfer.schedule.plan_info import PlanInfo
 from cupyinfer.schedule.planner import PlanDraft, draft_plan
 from cupyinfer.schedule.profile import HOST_PROFILE, DeviceProfile
 from cupyinfer.schedule.tiles import FA3_ARCH
+
+#: Fields of a plan that a captured run holds.
+_CAPTURED = (
+    "num_ctas", "cta_tile_q", "kv_tile", "tiles_offset", "cta_work_offset", "merge_groups_offset", "page_indices_offset",
+    "values_offset", "partial_o_offset", "partial_lse_offset",
+)  # fmt: skip
 
 
 @dataclass(eq=False, slots=True)
@@ -43,7 +49,10 @@ class AttentionRequest:
         kv_layout: "NHD" or "HND".
         graph_limits: plan for CUDA graphs within these limits, or None.
         graph_pages: page-table entries the int workspace holds under CUDA graphs, or None.
+        graph_launch: what a captured run of the first plan for CUDA graphs holds, which this one may not change; filled in by the first.
         backend: what the caller asked for.
+        causal: what the caller said, though a custom mask takes its place.
+        kv_names: what errors of a run call K and V; None for the names of `options`.
     """
 
     options: AttentionOptions
@@ -53,7 +62,10 @@ class AttentionRequest:
     kv_layout: str = "NHD"
     graph_limits: BatchLimits | None = None
     graph_pages: int | None = None
+    graph_launch: dict[str, Any] = field(default_factory=dict)
     backend: str = "auto"
+    causal: bool = False
+    kv_names: tuple[str, str] | None = None
 
     def draft(self, profile: DeviceProfile) -> PlanDraft:
         """Schedule the batch for a GPU; touches no device.
@@ -90,7 +102,9 @@ class Plan:
 
     Attributes:
         info: what was decided, as integers.
+        backend: the kernels that serve it: "fa2", "fa3" or "host".
         options: what was asked for.
+        causal: what was said of it, though a custom mask takes its place.
         device: where it runs.
     """
 
@@ -98,18 +112,23 @@ class Plan:
         self,
         request: AttentionRequest,
         info: PlanInfo,
+        backend: str,
         device: Device,
         launcher: Fa2Launcher | HostLauncher,
         memory: PlanMemories,
     ) -> None:
         self.info = info
+        self.backend = backend
         self.options = request.options
+        self.causal = request.causal
         self.device = device
         self._launcher = launcher
         self._pages = request.pages
         self._values = request.values
         self._plain_scales = request.options.plain_scales
-        self._checker = ArrayChecker(request.options, info, request.kv_layout, device, request.pages.max_page, memory)
+        self._checker = ArrayChecker(
+            request.options, info, request.kv_layout, device, request.pages.max_page, memory, _read_in_place(request), request.kv_names
+        )
 
     def run(
         self,
@@ -153,6 +172,8 @@ class Plan:
     ) -> Any:
         made_out, made_lse = out is None, lse is None
         arrays, out, lse = self._checker.check(q, k, v, out, lse, return_lse)
+        if (scales is not self._plain_scales or user is not None) and not (made_out and made_lse):
+            self._check_others(arrays, scales, user)
         if user is None:
             self._launcher.launch(arrays, scales)
         else:
@@ -166,6 +187,15 @@ class Plan:
         if scales is not self._plain_scales:
             release_after_work([scale for scale in scales[1:] if isinstance(scale, ArrayView)])
         return (out, lse) if return_lse else out
+
+    def _check_others(self, arrays: RunArrays, scales: RunScales, user: UserValues | None) -> None:
+        """Refuse given outputs that lie over arrays of factors or of a user variant."""
+        others: dict[str, ArrayView] = {}
+        if user is not None and self.options.user_variant is not None:
+            others |= zip((name for name, _ in self.options.user_variant.tensors), user.views, strict=True)
+        others |= {name: one for name, one in zip(("k_scale", "v_scale", "q_scale"), scales[1:], strict=True) if isinstance(one, ArrayView)}
+        if others:
+            self._checker.check_others(arrays, others)
 
     def _scales(self, q_scale: Any, k_scale: Any, v_scale: Any) -> RunScales:
         per_head = self._per_head(q_scale, "q_scale", self.options.num_qo_heads)
@@ -197,6 +227,16 @@ class Plan:
         return view
 
 
+def _read_in_place(request: AttentionRequest) -> tuple[PlanMemory, ...]:
+    """The caller's contiguous arrays that every run of a plan reads where they are."""
+    if request.pages.on_device is None and not request.values.device:
+        return ()
+    views = dict(request.values.device)
+    if request.pages.on_device is not None and not request.pages.copied:
+        views["indices" if request.options.decode else "paged_kv_indices"] = request.pages.on_device
+    return tuple(PlanMemory(view.ptr, view.ptr + num_bytes(view), name) for name, view in views.items())
+
+
 def plan_attention(request: AttentionRequest, workspaces: Workspaces, profile: DeviceProfile | None = None) -> Plan:
     """Schedule a batch, place it in the workspaces, and queue the upload of its records on CuPy's current stream.
 
@@ -225,11 +265,24 @@ def plan_attention(request: AttentionRequest, workspaces: Workspaces, profile: D
         profile = own if profile is None else profile
     draft = request.draft(HOST_PROFILE if profile is None else profile)
     info = draft.place(*workspaces.allocators(draft))
+    if request.graph_limits is not None:
+        _check_launch(request, draft.shape.backend, info)
     if request.pages.on_device is not None or request.values.device:
         _check_on_device(request, device)
     if device.kind == "cpu":
         return _plan_on_host(request, draft, info, workspaces)
     return _plan_on_gpu(request, draft, info, workspaces, own, stream)
+
+
+def _check_launch(request: AttentionRequest, backend: str, info: PlanInfo) -> None:
+    """Note what a captured run holds of its plan; refuse a later plan for the same CUDA graph that differs in it."""
+    now = {"backend": backend, **{name: getattr(info, name) for name in _CAPTURED}}
+    first = request.graph_launch
+    if not first:
+        first.update(now)
+    for name, value in now.items():
+        if value != first[name]:
+            raise ArgumentError(f"plan: {name} is {value}, but {first[name]} in the first plan of this object's CUDA graph, which keeps it")
 
 
 def _check_on_device(request: AttentionRequest, device: Device) -> None:
@@ -280,7 +333,7 @@ def _plan_on_host(request: AttentionRequest, draft: PlanDraft, info: PlanInfo, w
     }
     heads_first = request.kv_layout == "HND"
     launcher = HostLauncher(info, floats, ints, fixed, options.q_dtype, options.kv_dtype, heads_first, options.head_dim_vo)
-    return Plan(request, info, CPU_DEVICE, launcher, workspaces.memory(info))
+    return Plan(request, info, "host", CPU_DEVICE, launcher, workspaces.memory(info))
 
 
 def _planned_kernel(
@@ -335,4 +388,4 @@ def _plan_on_gpu(
         launcher.upload(lambda block: _fill(request, draft, info, block), info.int_bytes, ints, stream)
     if pages is not None and copied:
         launcher.copy(pages.ptr, 4 * request.pages.num_entries, addresses.page_indices)
-    return Plan(request, info, device, launcher, workspaces.memory(info))
+    return Plan(request, info, backend, device, launcher, workspaces.memory(info))

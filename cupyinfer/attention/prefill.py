@@ -13,7 +13,7 @@ from cupyinfer.attention.run_arrays import cache_views
 from cupyinfer.attention.wrapper import BatchAttentionWrapper, plan_values
 from cupyinfer.errors import UnsupportedError
 from cupyinfer.interop import as_view
-from cupyinfer.schedule.geometry import paged_prefill_geometry, ragged_prefill_geometry
+from cupyinfer.schedule.geometry import check_flag, paged_prefill_geometry, ragged_prefill_geometry
 from cupyinfer.workspace import WorkspaceSize
 
 
@@ -25,7 +25,8 @@ def _options(
     use_fp16_qk_reduction: bool = False,
     **options: Any,
 ) -> AttentionOptions:
-    if use_fp16_qk_reduction:
+    check_flag(non_blocking, "non_blocking")
+    if check_flag(use_fp16_qk_reduction, "use_fp16_qk_reduction"):
         raise UnsupportedError("use_fp16_qk_reduction: logits are always summed in float32 here")
     checked = make_options(decode=False, causal=causal, **options)
     if causal and any(mask is not None for mask in masks):
@@ -75,7 +76,7 @@ def paged_prefill_request(
     )
     pages = page_table(paged_kv_indices, geometry.num_kv_entries, "paged_kv_indices", copy_pages)
     values = plan_values(checked, geometry, (custom_mask, packed_custom_mask), alibi_slopes, sinks)
-    return AttentionRequest(checked, geometry, pages, values, kv_layout)
+    return AttentionRequest(checked, geometry, pages, values, kv_layout, causal=bool(options.get("causal", False)))
 
 
 @options_of(_options, make_options, supplied=_SET_BY_REQUEST)
@@ -105,7 +106,7 @@ def ragged_prefill_request(
     )
     geometry = ragged_prefill_geometry(host_indices(qo_indptr, "qo_indptr"), host_indices(kv_indptr, "kv_indptr"))
     values = plan_values(checked, geometry, (custom_mask, packed_custom_mask), alibi_slopes, sinks)
-    return AttentionRequest(checked, geometry, values=values, kv_layout=kv_layout)
+    return AttentionRequest(checked, geometry, values=values, kv_layout=kv_layout, causal=bool(options.get("causal", False)))
 
 
 class BatchPrefillWithPagedKVCacheWrapper(BatchAttentionWrapper):
@@ -181,7 +182,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchAttentionWrapper):
             q_scale: factor of q: a positive float; for fp8 queries also float32 [num_qo_heads], positive too.
             paged_kv_cache, k_scale, v_scale, out, lse, return_lse: as for `BatchDecodeWithPagedKVCacheWrapper.run`, with one output row
                 per query token.
-            window_left, logits_soft_cap, sm_scale, causal: only `plan` sets these; a value that differs from the plan's is an error.
+            window_left, logits_soft_cap, sm_scale, causal: only `plan` sets these; a value that differs from what it was given is an error.
 
         Returns:
             The output as the array type of `q`; with return_lse a pair of it and float32 [num_tokens, num_qo_heads].

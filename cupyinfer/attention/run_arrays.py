@@ -10,7 +10,7 @@ from cupyinfer.attention.options import AttentionOptions
 from cupyinfer.backends.arrays import OWN_PRODUCERS, ROW_ALIGNMENT, KvStrides, RunArrays, check_row_alignment, row_strides
 from cupyinfer.dtypes import FP8_TYPES, itemsize
 from cupyinfer.errors import ArgumentError, ArgumentTypeError, StateError
-from cupyinfer.interop import ArrayView, Device, as_view, element_type, empty_output, memory_is_shared, require_writable
+from cupyinfer.interop import ArrayView, Device, as_view, element_type, empty_output, memory_is_shared, overlaps_itself, require_writable
 from cupyinfer.schedule.plan_info import PlanInfo
 
 _CacheViews = tuple[ArrayView, ArrayView]
@@ -49,7 +49,7 @@ def _itemsize(dtype: str) -> int:
     return int(element_type(dtype).itemsize)
 
 
-def _num_bytes(view: ArrayView) -> int:
+def num_bytes(view: ArrayView) -> int:
     """Bytes from the first element of an array without negative strides to past its last, gaps included."""
     if 0 in view.shape:
         return 0
@@ -57,7 +57,7 @@ def _num_bytes(view: ArrayView) -> int:
 
 
 class PlanMemory(NamedTuple):
-    """The part of a workspace that a plan uses.
+    """The part of a workspace, or another contiguous array, that a plan uses.
 
     Attributes:
         begin, end: addresses, equal when it uses none.
@@ -83,19 +83,30 @@ class ArrayChecker:
         device: where the plan runs.
         max_page: largest page id where the host knows it, else -1.
         memory: the workspaces, which a run must not write over as outputs.
+        held: the caller's arrays that runs read though they are not given them, likewise.
+        kv_names: what errors call K and V, by default the arguments of `run`.
     """
 
     def __init__(
-        self, options: AttentionOptions, info: PlanInfo, kv_layout: str, device: Device, max_page: int, memory: PlanMemories
+        self,
+        options: AttentionOptions,
+        info: PlanInfo,
+        kv_layout: str,
+        device: Device,
+        max_page: int,
+        memory: PlanMemories,
+        held: tuple[PlanMemory, ...] = (),
+        kv_names: tuple[str, str] | None = None,
     ) -> None:
         self._options = options
         self._info = info
         self._kv_layout = kv_layout
         self._device = device
         self._max_page = max_page
-        self._memory = memory
+        self._memory = *memory, *held
+        self._held = held
         (self._float_begin, self._float_end, _), (self._int_begin, self._int_end, _) = memory
-        self._kv_names = _PAGED_NAMES if options.paged else _RAGGED_NAMES
+        self._kv_names = kv_names or (_PAGED_NAMES if options.paged else _RAGGED_NAMES)
         # What was checked last, all its strides and how many bytes q, k, v and out reach over; one value, since runs may come from
         # several threads.
         self._last: tuple[tuple[Any, ...] | None, tuple[int, ...], tuple[int, ...]] = None, (), ()
@@ -123,7 +134,7 @@ class ArrayChecker:
             require_writable(output, "out")
         if new:
             strides = (*query.strides[:2], *kv_strides, *output.strides[:2])
-            reach = _num_bytes(query), _num_bytes(k), _num_bytes(v), _num_bytes(output)
+            reach = num_bytes(query), num_bytes(k), num_bytes(v), num_bytes(output)
             self._last = seen, strides, reach
         q_at, k_at, v_at, o_at = query.ptr, k.ptr, v.ptr, output.ptr
         if (q_at | k_at | v_at | o_at) % ROW_ALIGNMENT:
@@ -168,17 +179,28 @@ class ArrayChecker:
             or (begin < v_at + reach[2] and v_at < end)
             or (begin < self._float_end and self._float_begin < end)
             or (begin < self._int_end and self._int_begin < end)
+            or (bool(self._held) and any([begin < place.end and place.begin < end for place in self._held]))
         )
 
     def _check_apart(self, written: ArrayView, name: str, others: tuple[ArrayView, ...]) -> None:
         """Refuse to write over what the run reads, or over its plan."""
-        begin, end = written.ptr, written.ptr + _num_bytes(written)
+        begin, end = written.ptr, written.ptr + num_bytes(written)
         for other, other_name in zip(others, ("q", *self._kv_names, "out"), strict=False):
-            if begin < other.ptr + _num_bytes(other) and other.ptr < end and memory_is_shared(written, other):
+            if begin < other.ptr + num_bytes(other) and other.ptr < end and memory_is_shared(written, other):
                 raise ArgumentError(f"{name}: shares memory with {other_name}; a run would write over what it reads or writes")
         for place in self._memory:
             if begin < place.end and place.begin < end:
                 raise ArgumentError(f"{name}: shares memory with {place.name}; a run would write over its plan or partial results")
+
+    def check_others(self, arrays: RunArrays, others: dict[str, ArrayView]) -> None:
+        """Refuse outputs over further arrays that a run is given: per-head factors, and tensors of a user variant."""
+        for written, name in ((arrays.o, "out"), (arrays.lse, "lse")):
+            if written is None:
+                continue
+            begin, end = written.ptr, written.ptr + num_bytes(written)
+            for other_name, other in others.items():
+                if begin < other.ptr + num_bytes(other) and other.ptr < end and memory_is_shared(written, other):
+                    raise ArgumentError(f"{name}: shares memory with {other_name}; a run would write over what it reads or writes")
 
     def _check_device(self, view: ArrayView, name: str) -> None:
         if view.device != self._device:
@@ -234,9 +256,9 @@ class ArrayChecker:
             raise ArgumentError(f"out: got shape {out.shape}, expected {expected}")
         self._check_device(out, "out")
         require_writable(out, "out")
-        strides = row_strides(out, "out", 2)
-        if 0 not in out.shape and any(stride == 0 and size > 1 for stride, size in zip(strides, out.shape, strict=False)):
-            raise ArgumentError(f"out: strides {out.strides} make rows overlap")
+        row_strides(out, "out", 2)
+        if overlaps_itself(out.shape, out.strides):
+            raise ArgumentError(f"out: strides {out.strides} make rows overlap for shape {out.shape}")
 
     def _check_lse(self, lse: ArrayView, q: ArrayView) -> None:
         if lse.dtype != "float32":

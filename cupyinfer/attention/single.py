@@ -3,21 +3,69 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from cupyinfer.attention.call_errors import checked_call, options_of
 from cupyinfer.attention.decode import decode_request
-from cupyinfer.attention.options import check_flag, check_kv_layout
+from cupyinfer.attention.options import check_kv_layout
 from cupyinfer.attention.plan import AttentionRequest, plan_attention
 from cupyinfer.attention.prefill import ragged_prefill_request
 from cupyinfer.attention.workspaces import Workspaces
 from cupyinfer.backends.device import read_profile
-from cupyinfer.errors import ArgumentError
+from cupyinfer.dtypes import FP8_QUERY_TYPE, FP8_TYPES, HALF_TYPES, canonical_dtype
+from cupyinfer.errors import ArgumentError, ArgumentTypeError, CupyInferError
 from cupyinfer.interop import ArrayView, Device, as_view, empty_output, use_device
+from cupyinfer.schedule.geometry import check_flag
 from cupyinfer.schedule.profile import HOST_PROFILE, DeviceProfile
 
 #: Arguments of the request functions that a call supplies.
-_SET_BY_CALL = ("kv_layout", "q_data_type", "head_dim_vo", "o_data_type")
+_SET_BY_CALL = ("kv_layout", "q_data_type", "head_dim_vo", "data_type", "o_data_type", "copy_pages")
+#: The array that what the request functions call so comes from.
+_COMES_FROM = {
+    "num_qo_heads": "q",
+    "num_qo_heads, num_kv_heads": "q, k",
+    "head_dim": "q",
+    "q_data_type": "q",
+    "qo_indptr": "q",
+    "num_kv_heads": "k",
+    "page_size": "k",
+    "indptr": "k",
+    "kv_indptr": "k",
+    "head_dim_vo": "v",
+}
+
+
+@contextmanager
+def _in_own_words(set_by_call: Iterable[str], options: Mapping[str, Any], function: str) -> Iterator[None]:
+    """Let errors of a request name the arrays that its arguments were read from, which the caller did not pass by those names."""
+    if clash := [name for name in set_by_call if name in options]:
+        raise ArgumentTypeError(f"{clash[0]}: {function} takes no such argument, or took it already")
+    try:
+        yield
+    except CupyInferError as error:
+        name, _, rest = str(error).partition(":")
+        if name not in _COMES_FROM:
+            raise
+        raise type(error)(f"{_COMES_FROM[name]}: {name}{rest}") from None
+
+
+def _check_types(q: ArrayView, k: ArrayView, v: ArrayView, q_data_type: Any, kv_data_type: Any, q_types: Sequence[str]) -> tuple[str, str]:
+    """Element types of the queries, of `q_types`, and of keys and values: the arrays' own, unless the caller says what bytes stand for."""
+    if q_data_type is None and q.dtype not in q_types:
+        raise ArgumentTypeError(f"q: got {q.dtype}, expected one of {', '.join(q_types)}")
+    q_type = q.dtype if q_data_type is None else canonical_dtype(q_data_type, "q_data_type", tuple(q_types))
+    known = (*HALF_TYPES, *FP8_TYPES)
+    if kv_data_type is None:
+        if k.dtype not in known:
+            raise ArgumentTypeError(f"k: got {k.dtype}, expected one of {', '.join(known)}; fp8 as bytes needs kv_data_type")
+        if k.dtype != q_type and (k.dtype in HALF_TYPES or q_type == FP8_QUERY_TYPE):
+            kind = "16-bit keys" if k.dtype in HALF_TYPES else "their keys"
+            raise ArgumentTypeError(f"k: got {k.dtype} for {q_type} queries; {kind} have the queries' type")
+    if kv_data_type is None and v.dtype != k.dtype:
+        raise ArgumentTypeError(f"v: got {v.dtype}, k is {k.dtype}; both have one element type")
+    return q_type, k.dtype if kv_data_type is None else canonical_dtype(kv_data_type, "kv_data_type", known)
 
 
 @checked_call
@@ -55,20 +103,23 @@ def single_decode_with_kv_cache(
     kv_len, num_kv_heads = keys.shape[:2][::-1] if heads_first else keys.shape[:2]
     # All keys are one page: a single row of the page table, read through a four-dimensional view.
     pages = tuple(view._replace(shape=(1, *view.shape), strides=(0, *view.strides)) for view in (keys, values))
-    request = decode_request(
-        [0, min(kv_len, 1)],
-        [0] * min(kv_len, 1),
-        [kv_len],
-        query.shape[0],
-        num_kv_heads,
-        query.shape[1],
-        max(kv_len, 1),
-        kv_layout=kv_layout,
-        q_data_type=query.dtype,
-        kv_data_type=keys.dtype if kv_data_type is None else kv_data_type,
-        head_dim_vo=values.shape[2],
-        **options,
-    )
+    q_type, kv_type = _check_types(query, keys, values, None, kv_data_type, HALF_TYPES)
+    with _in_own_words(_SET_BY_CALL, options, "single_decode_with_kv_cache"):
+        request = decode_request(
+            [0, min(kv_len, 1)],
+            [0] * min(kv_len, 1),
+            [kv_len],
+            query.shape[0],
+            num_kv_heads,
+            query.shape[1],
+            max(kv_len, 1),
+            kv_layout=kv_layout,
+            q_data_type=q_type,
+            kv_data_type=kv_type,
+            head_dim_vo=values.shape[2],
+            **options,
+        )
+    request.kv_names = "k", "v"
     if not kv_len:
         # A page without keys: the cache is never read, so any shape that fits the plan will do.
         pages = tuple(_one_key(view, heads_first) for view in pages)
@@ -120,20 +171,22 @@ def single_prefill_with_kv_cache(
         if tuple(mask.shape) != (query.shape[0], kv_len):
             raise ArgumentError(f"custom_mask: got shape {tuple(mask.shape)}, expected ({query.shape[0]}, {kv_len})")
         mask = mask.reshape(-1)
-    request = ragged_prefill_request(
-        [0, query.shape[0]],
-        [0, kv_len],
-        query.shape[1],
-        num_kv_heads,
-        query.shape[2],
-        kv_layout=kv_layout,
-        q_data_type=query.dtype if q_data_type is None else q_data_type,
-        kv_data_type=keys.dtype if kv_data_type is None else kv_data_type,
-        o_data_type=o_data_type,
-        head_dim_vo=values.shape[2],
-        custom_mask=mask,
-        **options,
-    )
+    q_type, kv_type = _check_types(query, keys, values, q_data_type, kv_data_type, (*HALF_TYPES, FP8_QUERY_TYPE))
+    with _in_own_words(_SET_BY_CALL, options, "single_prefill_with_kv_cache"):
+        request = ragged_prefill_request(
+            [0, query.shape[0]],
+            [0, kv_len],
+            query.shape[1],
+            num_kv_heads,
+            query.shape[2],
+            kv_layout=kv_layout,
+            q_data_type=q_type,
+            kv_data_type=kv_type,
+            o_data_type=o_data_type,
+            head_dim_vo=values.shape[2],
+            custom_mask=mask,
+            **options,
+        )
     scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
     return _run_once(request, q, query, keys, values, return_lse, scales)
 

@@ -85,6 +85,7 @@ def _with_variant(module: AttentionModule, variant: UserVariant) -> UserAttentio
     return UserAttentionModule(module.request, module.fixed, module.paged, module.kv_layout, "fa2", variant)
 
 
+@checked_call
 def get_batch_decode_jit_module(
     variant: UserVariant,
     q_dtype: Any,
@@ -114,6 +115,7 @@ def get_batch_decode_jit_module(
     return _with_variant(module, variant)
 
 
+@checked_call
 def get_batch_prefill_jit_module(
     variant: UserVariant,
     q_dtype: Any,

@@ -20,7 +20,7 @@ _FLOAT_NAME, _INT_NAME = "float_workspace_buffer", "int_workspace_buffer"
 
 def check_backend(backend: Any) -> str:
     """Return `backend`; raise ArgumentError unless it is one of BACKENDS."""
-    if backend not in BACKENDS:
+    if not isinstance(backend, str) or backend not in BACKENDS:
         raise ArgumentError(f"backend: got {backend!r}, expected one of {', '.join(BACKENDS)}")
     return str(backend)
 

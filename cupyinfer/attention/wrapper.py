@@ -3,16 +3,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
+from cupyinfer.attention.call_errors import checked_call
 from cupyinfer.attention.metadata import NO_VALUES, PlanValues, alibi_slopes
-from cupyinfer.attention.options import AttentionOptions, check_flag, check_kv_layout
+from cupyinfer.attention.options import AttentionOptions, check_float, check_kv_layout
 from cupyinfer.attention.plan import AttentionRequest, Plan, plan_attention
 from cupyinfer.attention.workspaces import Workspaces, check_backend
 from cupyinfer.backends.device import current_device, read_profile
 from cupyinfer.errors import ArgumentError, StateError
 from cupyinfer.schedule.capacity import BatchLimits
-from cupyinfer.schedule.geometry import BatchGeometry, check_int
+from cupyinfer.schedule.geometry import BatchGeometry, check_flag, check_int
 from cupyinfer.schedule.plan_info import PlanInfo
 from cupyinfer.schedule.profile import HOST_PROFILE, DeviceProfile, named_profile
 from cupyinfer.workspace import WorkspaceSize
@@ -38,6 +40,47 @@ def plan_values(options: AttentionOptions, geometry: BatchGeometry, masks: tuple
     return values
 
 
+def _window(value: Any, argument: str) -> int:
+    return check_int(value, argument, -1)
+
+
+#: How run reads the options that only a plan sets.
+_RUN_OPTIONS: dict[str, Callable[[Any, str], Any]] = {
+    "window_left": _window,
+    "logits_soft_cap": check_float,
+    "sm_scale": check_float,
+    "causal": check_flag,
+}
+
+
+def _check_same_values(first: dict[str, str], now: dict[str, str]) -> None:
+    """Refuse masks and per-head values that a captured run, which has the addresses of the first plan, would not find."""
+    # First what came or went, which moves what lies behind it.
+    for name in sorted({**first, **now}, key=lambda name: (name in first) == (name in now)):
+        before, after = first.get(name, "not given"), now.get(name, "not given")
+        if before != after:
+            argument = "custom_mask" if name == "mask" else name
+            raise ArgumentError(f"{argument}: {after}, but {before} in the first plan of this object's CUDA graph, which keeps addresses")
+
+
+class GraphLayout(NamedTuple):
+    """What the first plan for CUDA graphs fixes for all later ones: a captured run would not see it change.
+
+    Attributes:
+        limits: of every batch.
+        num_pages: page-table entries there is room for.
+        options: what was planned.
+        values: where masks and per-head values lie, as `PlanValues.places` says.
+        launch: the kernel, its grid and every offset; empty until the first plan is made.
+    """
+
+    limits: BatchLimits
+    num_pages: int
+    options: AttentionOptions
+    values: dict[str, str]
+    launch: dict[str, Any]
+
+
 class BatchAttentionWrapper:
     """Buffers, capacity and the current plan of one wrapper. The subclasses turn their arguments into an AttentionRequest.
 
@@ -56,6 +99,7 @@ class BatchAttentionWrapper:
         max_kv_len: keys of its longest request; needed with fixed_split_size, by default that of the first plan.
     """
 
+    @checked_call
     def __init__(
         self,
         float_workspace_buffer: Any = None,
@@ -81,7 +125,7 @@ class BatchAttentionWrapper:
             "max_kv_len": max_kv_len,
         }
         self._capacity = tuple(None if value is None else check_int(value, name, 0) for name, value in capacity.items())
-        self._graph: tuple[BatchLimits, int, AttentionOptions] | None = None
+        self._graph: GraphLayout | None = None
         self._plan: Plan | None = None
         self.reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
 
@@ -99,6 +143,16 @@ class BatchAttentionWrapper:
         """
         return self._planned().info
 
+    @property
+    def plan_backend(self) -> str:
+        """The kernels that serve the current plan: "fa2", "fa3" or "host", however `backend` asked for them.
+
+        Raises:
+            StateError: nothing was planned.
+        """
+        return self._planned().backend
+
+    @checked_call
     def reset_workspace_buffer(self, float_workspace_buffer: Any, int_workspace_buffer: Any) -> None:
         """Exchange both workspaces. The next call must be `plan`.
 
@@ -124,7 +178,7 @@ class BatchAttentionWrapper:
         self._plan = plan_attention(request, self._workspaces, self._profile)
         self._graph = graph
 
-    def _within_graph(self, request: AttentionRequest) -> tuple[BatchLimits, int, AttentionOptions] | None:
+    def _within_graph(self, request: AttentionRequest) -> GraphLayout | None:
         """Give the request this object's backend and the limits of its CUDA graph, which the first plan fixes; returns the latter."""
         request.backend = self._backend
         if not self._use_cuda_graph:
@@ -136,10 +190,14 @@ class BatchAttentionWrapper:
             batch = geometry.batch_size if batch is None else batch
             tokens = batch if request.options.decode else geometry.num_qo_tokens if tokens is None else tokens
             kv_len = geometry.longest_kv if kv_len is None and request.options.fixed_split_size is not None else kv_len
-            graph = BatchLimits(batch, tokens, kv_len), geometry.num_kv_entries if pages is None else pages, request.options
-        elif graph[2] != request.options:
-            raise ArgumentError(f"plan: a CUDA graph keeps the options of its first plan, {graph[2]}; got {request.options}")
-        request.graph_limits, request.graph_pages = graph[0], graph[1]
+            limits = BatchLimits(batch, tokens, kv_len)
+            pages = geometry.num_kv_entries if pages is None else pages
+            graph = GraphLayout(limits, pages, request.options, request.values.places(), {})
+        elif graph.options != request.options:
+            raise ArgumentError(f"plan: a CUDA graph keeps the options of its first plan, {graph.options}; got {request.options}")
+        elif graph.values or request.values is not NO_VALUES:
+            _check_same_values(graph.values, request.values.places())
+        request.graph_limits, request.graph_pages, request.graph_launch = graph.limits, graph.num_pages, graph.launch
         return graph
 
     def _planned(self) -> Plan:
@@ -149,7 +207,8 @@ class BatchAttentionWrapper:
 
     def _check_fixed(self, **fixed: Any) -> None:
         """Refuse options that only a plan sets, unless they agree with it."""
-        options = self._planned().options
+        plan = self._planned()
         for name, value in fixed.items():
-            if value is not None and value != getattr(options, name):
-                raise ArgumentError(f"{name}: got {value} at run, the plan has {getattr(options, name)}; options are fixed by plan")
+            planned = plan.causal if name == "causal" else getattr(plan.options, name)
+            if value is not None and _RUN_OPTIONS[name](value, name) != planned:
+                raise ArgumentError(f"{name}: got {value} at run, the plan has {planned}; options are fixed by plan")

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
+
 from cupyinfer.errors import ArgumentError, ArgumentTypeError
-from cupyinfer.interop import ArrayView
+from cupyinfer.interop import ArrayView, numpy_array
 
 #: Libraries whose arrays need no care after the launch.
 OWN_PRODUCERS = ("cupy", "numpy")
@@ -87,11 +89,18 @@ def per_head_scale(values: ArrayView, argument: str, num_heads: int) -> ArrayVie
 
     Raises:
         ArgumentTypeError: not float32.
-        ArgumentError: another shape, or strided.
+        ArgumentError: another shape, or strided; on the host also a value that a float would be refused for. Those on a GPU cannot be
+            seen without waiting for it.
     """
     if values.dtype != "float32":
         raise ArgumentTypeError(f"{argument}: got {values.dtype}, expected a float or a float32 array")
     if values.shape != (num_heads,) or (num_heads > 1 and values.strides[0] != 1):
         kind = "query" if argument == "q_scale" else "KV"
         raise ArgumentError(f"{argument}: got shape {values.shape}, expected contiguous ({num_heads},), one per {kind} head")
+    if values.device.kind == "cpu":
+        factors, positive = numpy_array(values), argument != "v_scale"
+        wrong = ~np.isfinite(factors) | (factors <= 0 if positive else False)
+        if wrong.any():
+            at = int(wrong.argmax())
+            raise ArgumentError(f"{argument}: head {at} has {factors[at]}, must be {'positive and ' if positive else ''}finite")
     return values

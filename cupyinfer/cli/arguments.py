@@ -64,6 +64,7 @@ class ModelShape:
         head_dim: width of a head.
         dtype: element type of queries and cache.
         page_size: keys per page.
+        head_dim_vo: width of values and outputs, None for head_dim.
     """
 
     num_qo_heads: int
@@ -71,6 +72,7 @@ class ModelShape:
     head_dim: int
     dtype: str
     page_size: int
+    head_dim_vo: int | None = None
 
     def options(self, decode: bool, **further: Any) -> AttentionOptions:
         """Checked plan options; `further` as for `make_options`."""
@@ -79,6 +81,7 @@ class ModelShape:
             num_qo_heads=self.num_qo_heads,
             num_kv_heads=self.num_kv_heads,
             head_dim_qk=self.head_dim,
+            head_dim_vo=self.head_dim_vo,
             q_data_type=self.dtype,
             page_size=self.page_size,
             **{"paged": True, **further},
@@ -86,7 +89,8 @@ class ModelShape:
 
     def __str__(self) -> str:
         return (
-            f"{self.num_qo_heads} query heads, {self.num_kv_heads} KV heads, head_dim {self.head_dim}, "
+            f"{self.num_qo_heads} query heads, {self.num_kv_heads} KV heads, head_dim {self.head_dim}"
+            f"{'' if self.head_dim_vo in (None, self.head_dim) else f' (values {self.head_dim_vo})'}, "
             f"{self.dtype}, page size {self.page_size}"
         )
 
@@ -95,18 +99,20 @@ class ModelShape:
 REAL_MODEL = ModelShape(32, 8, 128, "bfloat16", 16)
 
 
-def add_model_arguments(parser: argparse.ArgumentParser, default_text: str = "") -> None:
-    """Add the options `model_shape` reads."""
+def add_model_arguments(parser: argparse.ArgumentParser, default_text: str = "", wide_values: bool = False) -> None:
+    """Add the options `model_shape` reads; with `wide_values` also the width of values, where it may be another."""
     group = parser.add_argument_group("model", default_text or None)
     shown = "" if default_text else " (default: %s)"
     for name, field, text in (
         ("--num-qo-heads", "num_qo_heads", "query heads"),
         ("--num-kv-heads", "num_kv_heads", "KV heads"),
-        ("--head-dim", "head_dim", "width of a head: 64, 96, 128 or 256"),
+        ("--head-dim", "head_dim", "width of a head: 64, 96, 128, 256" + (", or 192 with --head-dim-vo 128" if wide_values else "")),
         ("--page-size", "page_size", "keys per page of the cache"),
     ):
         default = shown % getattr(REAL_MODEL, field) if shown else ""
         group.add_argument(name, type=at_least(1), metavar="N", help=text + default)
+    if wide_values:
+        group.add_argument("--head-dim-vo", type=at_least(1), metavar="N", help="width of values and outputs (default: --head-dim)")
     group.add_argument("--dtype", help="float16 or bfloat16, of queries and cache" + (shown % REAL_MODEL.dtype if shown else ""))
 
 
@@ -116,8 +122,8 @@ def model_shape(args: argparse.Namespace, default: ModelShape = REAL_MODEL) -> M
     Raises:
         ArgumentError, ArgumentTypeError: a shape that no kernel serves.
     """
-    fields = ("num_qo_heads", "num_kv_heads", "head_dim", "dtype", "page_size")
-    shape = replace(default, **{field: getattr(args, field) for field in fields if getattr(args, field) is not None})
+    fields = ("num_qo_heads", "num_kv_heads", "head_dim", "dtype", "page_size", "head_dim_vo")
+    shape = replace(default, **{field: getattr(args, field) for field in fields if getattr(args, field, None) is not None})
     return replace(shape, dtype=shape.options(decode=True).q_dtype)
 
 

@@ -67,7 +67,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     options.add_argument(
         "--page-table", choices=("device", "host"), default="device", help="where plan gets its page ids; the int workspace holds host ones"
     )
-    add_model_arguments(parser)
+    add_model_arguments(parser, wide_values=True)
     add_profile_arguments(parser)
     return parser
 

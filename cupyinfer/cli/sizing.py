@@ -66,6 +66,7 @@ def batch_limits(options: SizingOptions, kv_lens: Lengths, qo_lens: Lengths | No
         shape.num_qo_heads,
         shape.num_kv_heads,
         shape.head_dim,
+        shape.head_dim_vo,
         max_num_qo_tokens=None if qo_lens is None else int(sum(qo_lens)),
         max_num_pages=int(sum(-(-length // page_size) for length in kv_lens)) if options.pages_in_workspace else None,
         page_size=page_size,

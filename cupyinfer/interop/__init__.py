@@ -3,7 +3,7 @@
 
 from cupyinfer.interop.array_view import CPU_DEVICE, ArrayView, Device, as_view, cuda_device, require_writable
 from cupyinfer.interop.lifetime import release_after_work
-from cupyinfer.interop.native import cupy_array, element_type, memory_is_shared, numpy_array
+from cupyinfer.interop.native import cupy_array, element_type, memory_is_shared, numpy_array, overlaps_itself
 from cupyinfer.interop.outputs import empty_output, hand_back
 from cupyinfer.interop.stream import current_stream_ptr, current_stream_state, is_capturing, use_device
 
@@ -22,6 +22,7 @@ __all__ = [
     "is_capturing",
     "memory_is_shared",
     "numpy_array",
+    "overlaps_itself",
     "release_after_work",
     "require_writable",
     "use_device",

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import ml_dtypes
@@ -72,6 +73,20 @@ def memory_is_shared(first: ArrayView, second: ArrayView) -> bool:
         return np.shares_memory(one, other, max_work=_MAX_OVERLAP_WORK)  # type: ignore[arg-type]
     except np.exceptions.TooHardError:
         return True
+
+
+@lru_cache(maxsize=1024)
+def overlaps_itself(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Whether strides alone do not tell that every element of an array has a place of its own: each axis must step over all of the
+    narrower ones. Layouts that interleave axes without an overlap count as overlapping; no library makes such arrays by itself."""
+    reach = 1
+    if 0 in shape:
+        return False
+    for stride, size in sorted((abs(stride), size) for stride, size in zip(strides, shape, strict=True) if size > 1):
+        if stride < reach:
+            return True
+        reach += (size - 1) * stride
+    return False
 
 
 def cupy_array(view: ArrayView) -> Any:

@@ -93,7 +93,7 @@ def attention_constants(variant: AttentionVariant, config: TileConfig) -> str:
         f"constexpr int kHeadDimQk = {variant.head_dim_qk}, kHeadDimVo = {variant.head_dim_vo};",
         f"constexpr int kCtaTileQ = {config.cta_tile_q}, kKvTile = {config.kv_tile}, "
         f"kNumWarps = {config.num_warps}, kNumStages = {config.num_stages}, kJoinSlots = {config.join_slots}, "
-        f"kBlockKeys = {config.block_keys};",
+        f"kBlockKeys = {config.block_keys}, kCtasPerSm = {config.ctas_per_sm};",
         f"constexpr int kSmemBytes = {config.smem_bytes};",
         f"constexpr bool kPaged = {_bool(variant.paged)}, kCustomMask = {_bool(variant.custom_mask)}, "
         f"kSoftCap = {_bool(variant.soft_cap)};",

@@ -147,7 +147,7 @@ def _checked_parameters(given: object, field: str, types: dict[str, str]) -> Par
         _check_identifier(name, field)
         if name in _TAKEN:
             raise ArgumentError(f"{field}: {name!r} is taken; hooks and `run` use {', '.join(sorted(_TAKEN))}")
-        if kind not in types:
+        if not isinstance(kind, str) or kind not in types:
             raise ArgumentError(f"{field}: {name} has type {kind!r}, expected one of {', '.join(types)}")
     return tuple((name, kind) for name, kind in given)
 

@@ -73,12 +73,12 @@ class AttentionVariant:
         object.__setattr__(self, "o_dtype", self.o_dtype or self.q_dtype)
         check_head_dims(self.head_dim_qk, self.head_dim_vo)
         if self.backend == "fa3":
-            transforms_logits, widths = self.soft_cap or self.pos_encoding == "ALIBI", (self.head_dim_qk, self.head_dim_vo)
+            widths = self.head_dim_qk, self.head_dim_vo
             kv_tile = fa3_tile_config(self.cta_tile_q, *widths, self.kv_tile, itemsize(self.kv_dtype)).kv_tile
-            rows = fa3_tile_qs(*widths, 1, transforms_logits, itemsize(self.kv_dtype))
+            rows = fa3_tile_qs(*widths, 1, self.transforms_logits, itemsize(self.kv_dtype))
             if self.cta_tile_q not in rows:
                 raise ArgumentError(f"cta_tile_q: got {self.cta_tile_q}, this fa3 kernel has tiles of {' or '.join(map(str, rows))} rows")
-            if kv_tile not in fa3_kv_tiles(self.cta_tile_q, *widths, 1, transforms_logits, itemsize(self.kv_dtype)):
+            if kv_tile not in fa3_kv_tiles(self.cta_tile_q, *widths, 1, self.transforms_logits, itemsize(self.kv_dtype)):
                 raise ArgumentError(f"kv_tile: got {self.kv_tile}, a tile of so many keys has no room for a soft cap or ALiBi")
             object.__setattr__(self, "kv_tile", kv_tile)  # one value per kernel, whether it was named or not
         elif self.kv_tile is not None:
@@ -111,12 +111,18 @@ class AttentionVariant:
         name += "" if self.pos_encoding == "NONE" else "_" + self.pos_encoding.split("_")[0].lower()
         return name + ("" if self.user is None else f"_user_{self.user.name}")
 
+    @property
+    def transforms_logits(self) -> bool:
+        """True if logits are more than products and masks: tile shapes and schedules depend on the registers that takes."""
+        return self.soft_cap or self.pos_encoding != "NONE" or self.user is not None
+
     def tile_config(self, smem_per_sm: int, smem_per_cta: int) -> TileConfig:
         """Tile shape of this kernel on a GPU with that much shared memory."""
         if self.backend == "fa3":
             return fa3_tile_config(self.cta_tile_q, self.head_dim_qk, self.head_dim_vo, self.kv_tile, itemsize(self.kv_dtype))
         widths = (self.head_dim_qk, self.head_dim_vo, itemsize(self.kv_dtype))
-        return tile_config(self.cta_tile_q, *widths, smem_per_sm, smem_per_cta, self.pos_encoding == "ROPE_LLAMA")
+        rotate_keys = self.pos_encoding == "ROPE_LLAMA"
+        return tile_config(self.cta_tile_q, *widths, smem_per_sm, smem_per_cta, rotate_keys, self.transforms_logits)
 
 
 @dataclass(frozen=True)

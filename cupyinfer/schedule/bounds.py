@@ -9,10 +9,10 @@ from typing import Any
 from cupyinfer.dtypes import FP8_TYPES, HALF_TYPES, canonical_dtype, itemsize
 from cupyinfer.errors import ArgumentError, ArgumentTypeError
 from cupyinfer.schedule.capacity import BatchLimits
-from cupyinfer.schedule.geometry import check_int
+from cupyinfer.schedule.geometry import check_flag, store_ints
 from cupyinfer.schedule.planner import PlanShape, bound
 from cupyinfer.schedule.profile import DeviceProfile, named_profile
-from cupyinfer.workspace import WorkspaceSize
+from cupyinfer.workspace import WORKSPACE_ALIGNMENT, WorkspaceSize
 
 
 @dataclass(frozen=True)
@@ -27,14 +27,19 @@ class WorkspaceLimits:
         head_dim: width of queries and keys.
         head_dim_vo: width of values and outputs, by default head_dim.
         max_num_qo_tokens: query tokens of a batch; needed for prefill.
-        max_num_pages: page-table entries of a batch, when page tables are given on the host; a contiguous int32 device table takes
-            no workspace.
+        max_num_pages: page-table entries of a batch. Left out, nothing is kept for page tables: a contiguous int32 device table is
+            read in place, except under CUDA graphs.
         page_size: keys per page; matters with fixed_split_size only.
         kv_data_type: element type of the cache.
         fixed_split_size: as for `plan`.
         disable_split_kv: as for `plan`.
         max_kv_len: keys of the longest request; needed with fixed_split_size.
-        value_bytes: bytes of per-head values (4 per query head for each of alibi_slopes and sinks, rounded up to 16) and packed masks.
+        value_bytes: bytes of masks and per-head values that the int workspace holds, since they are given on the host: 4 per query head
+            rounded up to a multiple of 16 for alibi_slopes (the published ones of ALIBI too), as much for sinks, and
+            ``sum(ceil(qo_len * kv_len / 8))`` of a custom mask, packed by the caller or not.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: a field of another kind, or out of range, by name.
     """
 
     kind: str
@@ -52,6 +57,12 @@ class WorkspaceLimits:
     max_kv_len: int | None = None
     value_bytes: int | None = None
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.kind, str) or self.kind not in ("decode", "prefill"):
+            raise ArgumentError(f"kind: got {self.kind!r}, expected 'decode' or 'prefill'")
+        store_ints(self, _LEAST, tuple(field.name for field in fields(self) if field.default is None))
+        object.__setattr__(self, "disable_split_kv", check_flag(self.disable_split_kv, "disable_split_kv"))
+
 
 #: Least value of every integer among the limits.
 _LEAST = {
@@ -66,13 +77,6 @@ _LEAST = {
     "max_kv_len": 0,
     "value_bytes": 0,
 }
-
-
-def _check_integers(limits: WorkspaceLimits) -> None:
-    for field in fields(limits):
-        value = getattr(limits, field.name)
-        if field.name in _LEAST and not (value is None and field.default is None):
-            check_int(value, field.name, _LEAST[field.name])
 
 
 def workspace_bound(limits: WorkspaceLimits, profile: str | DeviceProfile) -> WorkspaceSize:
@@ -93,9 +97,6 @@ def workspace_bound(limits: WorkspaceLimits, profile: str | DeviceProfile) -> Wo
     """
     if not isinstance(limits, WorkspaceLimits):
         raise ArgumentTypeError(f"limits: got {type(limits).__name__}, expected WorkspaceLimits")
-    if limits.kind not in ("decode", "prefill"):
-        raise ArgumentError(f"kind: got {limits.kind!r}, expected 'decode' or 'prefill'")
-    _check_integers(limits)
     decode = limits.kind == "decode"
     tokens = limits.max_batch_size if decode else limits.max_num_qo_tokens
     if tokens is None:
@@ -112,4 +113,6 @@ def workspace_bound(limits: WorkspaceLimits, profile: str | DeviceProfile) -> Wo
         disable_split_kv=limits.disable_split_kv,
     )
     batch = BatchLimits(limits.max_batch_size, tokens, limits.max_kv_len)
-    return bound(shape, batch, named_profile(profile), limits.max_num_pages, limits.value_bytes)
+    # Whatever lies behind a mask would begin at a multiple of 16, and a plan counts the bytes up to there.
+    values = None if limits.value_bytes is None else -(-limits.value_bytes // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
+    return bound(shape, batch, named_profile(profile), limits.max_num_pages, values)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cupyinfer.errors import ArgumentError
-from cupyinfer.schedule.geometry import check_int
+from cupyinfer.schedule.geometry import store_ints
 from cupyinfer.schedule.layout import RegionCounts
 from cupyinfer.schedule.schedule import SplitPolicy, partial_row_budget, shares_of_a_head
 from cupyinfer.schedule.tiles import TileConfig
@@ -28,10 +28,7 @@ class BatchLimits:
     max_kv_len: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_batch_size", "max_num_qo_tokens", "max_kv_len"):
-            value = getattr(self, name)
-            if value is not None or name != "max_kv_len":
-                check_int(value, name, 0)
+        store_ints(self, {"max_batch_size": 0, "max_num_qo_tokens": 0, "max_kv_len": 0}, ("max_kv_len",))
 
 
 def capacity_counts(

@@ -20,6 +20,8 @@ _INT64, _UINT64 = np.dtype(np.int64), np.dtype(np.uint64)
 _NARROW = 2**31
 #: Keys of the longest request, and packed query rows: kernels count both in 32 bits, and may look one tile further.
 MAX_KV_LEN = MAX_PACKED_ROWS = _INT32_MAX - 2**16
+#: Units of work of a batch: a tile of one KV head, or a part of it.
+MAX_UNITS = _INT32_MAX - 2**16
 
 
 class BatchGeometry(NamedTuple):
@@ -87,6 +89,30 @@ def check_int(value: Any, argument: str, low: int) -> int:
     return number
 
 
+def check_flag(value: Any, argument: str) -> bool:
+    """Return `value` as a bool; raise ArgumentTypeError unless it is one: "no" would be true."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise ArgumentTypeError(f"{argument}: got {value!r}, expected True or False")
+    return bool(value)
+
+
+def store_ints(record: Any, least: dict[str, int], optional: tuple[str, ...] = ()) -> None:
+    """Make integer fields of a frozen dataclass Python ints, since a NumPy integer of few bits would overflow in sums and products.
+
+    Args:
+        record: whose fields; called by its `__post_init__`.
+        least: least value of each field, by name.
+        optional: those that may be None.
+
+    Raises:
+        ArgumentTypeError, ArgumentError: as for `check_int`.
+    """
+    for name, low in least.items():
+        value = getattr(record, name)
+        if value is not None or name not in optional:
+            object.__setattr__(record, name, check_int(value, name, low))
+
+
 def check_heads(num_qo_heads: int, num_kv_heads: int) -> int:
     """Return query heads per KV head.
 
@@ -112,7 +138,7 @@ def host_integers(values: Any, argument: str) -> Ints:
     else:
         try:
             array = np.asarray(values)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             raise ArgumentTypeError(f"{argument}: got {type(values).__name__}, expected one dimension of integers ({error})") from error
     if array.ndim != 1:
         raise ArgumentError(f"{argument}: got shape {array.shape}, expected one dimension")
@@ -174,6 +200,7 @@ def paged_kv_lengths(indptr: Ints, last_page_len: Ints, page_size: int, names: t
     """
     if page_size < 1:
         raise ArgumentError(f"page_size: got {page_size}, a page holds at least 1 key")
+    page_size = int(page_size)
     kv_len = _differences(indptr, names[0])
     if len(last_page_len) != len(kv_len):
         raise ArgumentError(f"{names[1]}: has {len(last_page_len)} entries, {names[0]} describes {len(kv_len)} requests")

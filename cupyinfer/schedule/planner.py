@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from cupyinfer.errors import ArgumentError
 from cupyinfer.schedule.capacity import BatchLimits, capacity_counts
-from cupyinfer.schedule.geometry import MAX_KV_LEN, MAX_PACKED_ROWS, BatchGeometry, check_heads
+from cupyinfer.schedule.geometry import MAX_KV_LEN, MAX_PACKED_ROWS, MAX_UNITS, BatchGeometry, check_flag, check_heads, store_ints
 from cupyinfer.schedule.layout import RegionCounts, lay_out, measure
 from cupyinfer.schedule.plan_info import DecodePlanInfo, PlanInfo, PrefillPlanInfo
 from cupyinfer.schedule.profile import DeviceProfile
@@ -30,7 +30,7 @@ from cupyinfer.schedule.tiles import (
     max_tile_q,
     tile_config,
 )
-from cupyinfer.schedule.tiling import KeySpan, choose_tile_q, count_tiles, make_tiles, most_tiles, tile_q_for_rows
+from cupyinfer.schedule.tiling import KeySpan, Tiles, choose_tile_q, count_tiles, make_tiles, most_tiles, tile_q_for_rows
 from cupyinfer.workspace import AlignedAllocator, WorkspaceSize
 
 
@@ -50,7 +50,7 @@ class PlanShape:
         fixed_split_size: pages (ragged: keys) per part, or None.
         disable_split_kv: keep every unit in one CTA.
         backend: the kernels planned for, "fa2" or "fa3".
-        transforms_logits: the kernel has a soft cap or ALiBi; matters to fa3 only.
+        transforms_logits: the kernel has a soft cap, ALiBi, RoPE or a user's code.
     """
 
     decode: bool
@@ -67,6 +67,9 @@ class PlanShape:
     transforms_logits: bool = False
 
     def __post_init__(self) -> None:
+        least = {"num_qo_heads": 1, "num_kv_heads": 1, "head_dim_qk": 1, "head_dim_vo": 1, "page_size": 1}
+        store_ints(self, least)
+        object.__setattr__(self, "disable_split_kv", check_flag(self.disable_split_kv, "disable_split_kv"))
         check_heads(self.num_qo_heads, self.num_kv_heads)
         check_head_dims(self.head_dim_qk, self.head_dim_vo)
         self.policy(1)
@@ -103,7 +106,9 @@ class PlanShape:
         if self.backend == "fa3":
             kv_tile = self.kv_tiles(cta_tile_q)[0] if kv_tile is None else kv_tile
             return fa3_tile_config(cta_tile_q, self.head_dim_qk, self.head_dim_vo, kv_tile, self.kv_itemsize)
-        return tile_config(cta_tile_q, self.head_dim_qk, self.head_dim_vo, self.kv_itemsize, profile.smem_per_sm, profile.smem_per_cta)
+        widths = (self.head_dim_qk, self.head_dim_vo, self.kv_itemsize)
+        smem = (profile.smem_per_sm, profile.smem_per_cta)
+        return tile_config(cta_tile_q, *widths, *smem, transforms_logits=self.transforms_logits)
 
     def policy(self, kv_tile: int) -> SplitPolicy:
         """What may be divided, for a kernel with that many keys per iteration."""
@@ -248,7 +253,7 @@ def draft_plan(
         graph_limits: plan for CUDA graphs, with grid and offsets that suit every batch within these limits.
 
     Raises:
-        ArgumentError: the batch exceeds `graph_limits`, or a request has more packed rows than 32 bits hold.
+        ArgumentError: the batch exceeds `graph_limits`, or has more units of work or packed rows of one request than 32 bits hold.
     """
     if geometry.num_qo_tokens * shape.group_size > MAX_PACKED_ROWS:
         _check_packed_rows(geometry, shape.group_size)
@@ -263,6 +268,7 @@ def draft_plan(
         if kv_tile != config.kv_tile:
             config, policy = shape.kernel(tile_q, profile, kv_tile)
             tiles = make_tiles(geometry, shape.group_size, tile_q, kv_tile, shape.span, mask_begin)
+    _check_units(tiles, shape.num_kv_heads, policy.fixed_kv)
     keys_in_l2 = MAX_KV_LEN if tile_q == 16 else shape.keys_in_l2(profile)
     schedule = make_schedule(tiles, config, profile.num_sms, shape.num_kv_heads, policy, cuda_graph, keys_in_l2)
     if graph_limits is not None:
@@ -271,6 +277,16 @@ def draft_plan(
         _, records, (cta_work, merge_groups, rows), _ = schedule
         counts = RegionCounts(len(records), len(cta_work), len(merge_groups), rows, shape.head_dim_vo, num_page_indices, value_bytes)
     return PlanDraft(shape, geometry, schedule, counts, cuda_graph)
+
+
+def _check_units(tiles: Tiles, num_kv_heads: int, fixed_kv: int | None) -> None:
+    """Refuse batches of more units than CTAs can count in 32 bits, where the next unit may be one grid further."""
+    most_parts = 1 if fixed_kv is None else max(1, -(-tiles.longest // fixed_kv))
+    if len(tiles.records) * most_parts * num_kv_heads <= MAX_UNITS:
+        return
+    num_tiles = len(tiles.records) if fixed_kv is None else int(np.maximum(-(-tiles.keys // fixed_kv), 1).sum())
+    if num_tiles * num_kv_heads > MAX_UNITS:
+        raise ArgumentError(f"batch: has {num_tiles} tiles of {num_kv_heads} KV heads, supported are up to {MAX_UNITS} units of one by one")
 
 
 def _check_packed_rows(geometry: BatchGeometry, group_size: int) -> None:
@@ -300,9 +316,9 @@ def bound(
 ) -> WorkspaceSize:
     """Bytes that suffice for every batch within `limits`, with or without CUDA graphs."""
     float_bytes = int_bytes = 0
-    shapes = [shape]
+    shapes = [replace(shape, transforms_logits=transforms) for transforms in (False, True)]
     if profile.arch == FA3_ARCH and not shape.decode and (shape.head_dim_qk, shape.head_dim_vo) in FA3_TILES[shape.kv_itemsize]:
-        fa3_shapes = (replace(shape, backend="fa3", transforms_logits=transforms) for transforms in (False, True))
+        fa3_shapes = [replace(one, backend="fa3") for one in shapes]
         shapes += [one for one in fa3_shapes if one.possible_tile_qs()]
     for one in shapes:
         for tile_q in one.possible_tile_qs():

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cupyinfer.errors import ArgumentError, ArgumentTypeError
+from cupyinfer.schedule.geometry import store_ints
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,10 @@ class DeviceProfile:
         return _L2_BYTES.get(self.arch, 40 * _MB)
 
     def __post_init__(self) -> None:
-        if self.num_sms < 1:
-            raise ArgumentError(f"num_sms: got {self.num_sms}, a GPU has at least 1")
+        for field in ("name", "arch"):
+            if not isinstance(getattr(self, field), str):
+                raise ArgumentTypeError(f"{field}: got {getattr(self, field)!r}, expected a string")
+        store_ints(self, {"num_sms": 1, "smem_per_sm": 1, "smem_per_cta": 1})
 
 
 _KB = 1024

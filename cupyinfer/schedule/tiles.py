@@ -23,6 +23,9 @@ DECODE_KV_TILE = 64
 PREFILL_KV_TILE = 64
 #: Bytes of K and V an SM asks for at once while decoding. Measured on an H200: 64 KB reach the memory's rate, 128 KB are slower.
 DECODE_BYTES_IN_FLIGHT = 64 * 1024
+#: Shared memory of an SM from Hopper on, as far as GPUs for data centers go. Compute capability 8.0 has room for three CTAs of 128 rows at
+#: head_dim 64 too, but its code spills at 168 registers.
+_THREE_CTAS_SMEM = 228 * 1024
 #: Static shared memory of the 16-row kernel besides its table of RoPE frequencies.
 _STATIC_SMEM = 384
 
@@ -92,7 +95,14 @@ def check_head_dims(head_dim_qk: int, head_dim_vo: int) -> None:
 
 @cache
 def tile_config(
-    cta_tile_q: int, head_dim_qk: int, head_dim_vo: int, kv_itemsize: int, smem_per_sm: int, smem_per_cta: int, rotate_keys: bool = False
+    cta_tile_q: int,
+    head_dim_qk: int,
+    head_dim_vo: int,
+    kv_itemsize: int,
+    smem_per_sm: int,
+    smem_per_cta: int,
+    rotate_keys: bool = False,
+    transforms_logits: bool = False,
 ) -> TileConfig:
     """Choose warps, stages and shared memory for one kernel.
 
@@ -104,10 +114,12 @@ def tile_config(
         smem_per_sm: shared memory of one SM, bytes.
         smem_per_cta: most dynamic shared memory one CTA may ask for, bytes.
         rotate_keys: the kernel applies RoPE to keys; no schedule depends on it.
+        transforms_logits: the kernel has a soft cap, ALiBi, RoPE or a user's code.
     """
     if cta_tile_q == 16:
         return _decode_config(head_dim_qk, head_dim_vo, kv_itemsize, smem_per_cta, rotate_keys)
-    return _prefill_config(cta_tile_q, head_dim_qk, head_dim_vo, kv_itemsize, smem_per_sm, smem_per_cta)
+    most_ctas = prefill_ctas_per_sm(cta_tile_q, head_dim_qk, kv_itemsize, smem_per_sm, transforms_logits)
+    return _prefill_config(cta_tile_q, head_dim_qk, head_dim_vo, kv_itemsize, smem_per_sm, smem_per_cta, most_ctas)
 
 
 def decode_smem_bytes(
@@ -143,14 +155,24 @@ def _decode_config(head_dim_qk: int, head_dim_vo: int, kv_itemsize: int, smem_pe
     raise UnsupportedError(f"head_dim {head_dim_qk}: {smem_per_cta} bytes of shared memory per CTA are too few")
 
 
+def prefill_ctas_per_sm(cta_tile_q: int, head_dim_qk: int, kv_itemsize: int, smem_per_sm: int, transforms_logits: bool) -> int:
+    """Most CTAs of a 64- or 128-row kernel on an SM: three where 168 registers per thread suffice, else two.
+
+    Converting fp8, a soft cap, ALiBi, RoPE or a user's code takes registers, and so does code for GPUs before Hopper. Tiles of 64 rows
+    would fit, but are not known to gain.
+    """
+    fits = head_dim_qk == 64 and kv_itemsize == 2 and smem_per_sm >= _THREE_CTAS_SMEM and not transforms_logits
+    return 3 if cta_tile_q == 128 and fits else 2
+
+
 def _prefill_config(
-    cta_tile_q: int, head_dim_qk: int, head_dim_vo: int, kv_itemsize: int, smem_per_sm: int, smem_per_cta: int
+    cta_tile_q: int, head_dim_qk: int, head_dim_vo: int, kv_itemsize: int, smem_per_sm: int, smem_per_cta: int, most_ctas: int
 ) -> TileConfig:
-    # Two CTAs per SM hide each other's softmax; a second stage is worth less than that, but more than an idle SM.
+    # CTAs on one SM hide each other's softmax; a second stage is worth less than that, but more than an idle SM.
     best = None
     for num_stages in (1, 2):
         smem = prefill_smem_bytes(cta_tile_q, PREFILL_KV_TILE, num_stages, head_dim_qk, head_dim_vo, kv_itemsize)
-        ctas_per_sm = min(2, smem_per_sm // (smem + 1024))  # 1 KB of each CTA's share is the system's
+        ctas_per_sm = min(most_ctas, smem_per_sm // (smem + 1024))  # 1 KB of each CTA's share is the system's
         if smem <= smem_per_cta and (best is None or ctas_per_sm >= best.ctas_per_sm):
             best = TileConfig(cta_tile_q, PREFILL_KV_TILE, 4, num_stages, smem, ctas_per_sm)
     if best is None:

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import numbers
 import sys
 from collections.abc import Sequence
 from typing import Any, Self
 
 import numpy as np
 
-from cupyinfer.errors import ArgumentError, StateError, WorkspaceError
+from cupyinfer.errors import ArgumentError, ArgumentTypeError, StateError, WorkspaceError
 
 #: Workspace buffers begin at a multiple of this many bytes, so that offsets alone decide every alignment up to it.
 WORKSPACE_ALIGNMENT = 16
@@ -31,6 +32,13 @@ def check_alignment(buffer: Any, name: str) -> None:
         )
 
 
+def _whole(value: Any, what: str, region: str) -> int:
+    """A Python int of any integer; raise ArgumentTypeError for anything else."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise ArgumentTypeError(f"{region}: got {value!r} as {what}, expected an int")
+    return int(value)
+
+
 class AlignedAllocator:
     """Hands out aligned regions of one buffer, or only counts them.
 
@@ -43,6 +51,7 @@ class AlignedAllocator:
         name: what errors call the buffer.
 
     Raises:
+        ArgumentTypeError: `buffer` is no such array.
         WorkspaceError: the buffer is not aligned, or not contiguous.
     """
 
@@ -54,6 +63,8 @@ class AlignedAllocator:
         self._capacity = sys.maxsize
         self._allocated = 0
         if buffer is not None:
+            if not isinstance(buffer, np.ndarray) and not hasattr(getattr(buffer, "data", None), "ptr"):
+                raise ArgumentTypeError(f"{name}: got {type(buffer).__name__}, expected a NumPy or CuPy array or None")
             if not buffer.flags.c_contiguous:
                 raise WorkspaceError(f"{name}: the buffer is strided, a workspace is contiguous")
             check_alignment(buffer, name)
@@ -79,9 +90,12 @@ class AlignedAllocator:
             name: what errors call the region.
 
         Raises:
+            ArgumentTypeError: a size or an alignment that is no integer.
             ArgumentError: a negative size, or an alignment that is no power of two.
             WorkspaceError: the region does not fit; the allocator is unchanged.
         """
+        if type(size) is not int or type(alignment) is not int:
+            size, alignment = _whole(size, "size", name), _whole(alignment, "alignment", name)
         if size < 0:
             raise ArgumentError(f"{name}: cannot allocate {size} bytes")
         if alignment != WORKSPACE_ALIGNMENT:

@@ -5,7 +5,7 @@
 #include "tile/prefill_output.cuh"
 
 // The K and V tiles of one segment on their way through the ring: tile i, which starts at its `key_begin`, lies in stage
-// i % kNumStages. Each load looks the next tile's keys up in the page table, one iteration before they are needed.
+// i % kNumStages. The next tile's keys are looked up in the page table one iteration before they are needed.
 struct KvPipeline {
   unsigned ring;
   KvSlot slot;
@@ -20,7 +20,7 @@ struct KvPipeline {
   __device__ __forceinline__ void load_v(const AttentionParams& params, const Work& work, int iter, int key_begin) {
     load_kv_tile<false>(params, work, key_begin, slot, v_stage(iter));
     cp_async_commit();
-    if constexpr (kPaged) slot = lane_kv_slot(params, work, key_begin + kKvTile);
+    if constexpr (kPaged) slot = kNextRows ? next_kv_slot(params, work, key_begin + kKvTile) : lane_kv_slot(params, work, key_begin + kKvTile);
   }
   // Start the first tile of a segment; every warp must be done with the ring.
   __device__ __forceinline__ void begin(const AttentionParams& params, const Work& work) {
@@ -40,12 +40,26 @@ __device__ __forceinline__ void attend(const AttentionParams& params, const Work
 #pragma unroll 1
   for (int iter = 0, key_begin = work.segment.kv_begin; key_begin < work.segment.kv_end; ++iter, key_begin += kKvTile) {
     bool active = __any_sync(kFullWarp, span.sees(key_begin));
+    int next_begin = key_begin + kKvTile;
+    // Addresses for kNextRows: made here, they hide behind the wait.
+    NextRows<true> next_k(params, work, next_begin, kv.slot, kv.k_stage(iter + 1));
+    NextRows<false> next_v(params, work, next_begin, kv.slot, kv.k_stage(iter + 1));
+    bool even = evenly_spaced(params);
     // With two stages the whole tile has arrived, and the next one takes the stage that was read an iteration ago.
     cp_async_wait<kTwoStages ? 0 : 1>();
     __syncthreads();
-    if constexpr (kTwoStages) {
-      kv.load_k(params, work, iter + 1, key_begin + kKvTile);
-      kv.load_v(params, work, iter + 1, key_begin + kKvTile);
+    if constexpr (kTwoStages && !kNextRows) {
+      kv.load_k(params, work, iter + 1, next_begin);
+      kv.load_v(params, work, iter + 1, next_begin);
+    }
+    if constexpr (kNextRows) {
+      if (kPaged && !even) {
+        load_kv_tile<true>(params, work, next_begin, kv.slot, kv.k_stage(iter + 1));
+        load_kv_tile<false>(params, work, next_begin, kv.slot, kv.v_stage(iter + 1));
+      }
+      next_k.start(params, even);
+      next_v.start(params, even);
+      if constexpr (kPaged) kv.slot = next_kv_slot(params, work, next_begin + kKvTile);
     }
     if constexpr (kRope && !kFp8Kv) {
       rotate_k_tile(smem + (kv.k_stage(iter) - q_tile), turns, key_begin);
@@ -59,7 +73,7 @@ __device__ __forceinline__ void attend(const AttentionParams& params, const Work
       // With one stage the next keys load under the second product, the next values under the first.
       if (!kTwoStages && part == kParts - 1) {
         __syncthreads();
-        kv.load_k(params, work, iter + 1, key_begin + kKvTile);
+        kv.load_k(params, work, iter + 1, next_begin);
       }
       if (active) {
         if constexpr (kTransformLogits) transform_logits(params, work, first_key, logit_scales, s);
@@ -72,16 +86,17 @@ __device__ __forceinline__ void attend(const AttentionParams& params, const Work
       }
       if (active) accumulate_output(o, s, logit_scales, state, kv.v_stage(iter) + part * kLogitKeys * kVRowBytes);
     }
+    if constexpr (kNextRows) cp_async_commit();
     if constexpr (!kTwoStages) {
       __syncthreads();
-      kv.load_v(params, work, iter + 1, key_begin + kKvTile);
+      kv.load_v(params, work, iter + 1, next_begin);
     }
   }
   cp_async_wait<0>();
   __syncthreads();
 }
 
-extern "C" __global__ void __launch_bounds__(kNumWarps * 32, 2) attention(const __grid_constant__ AttentionParams params) {
+extern "C" __global__ void __launch_bounds__(kNumWarps * 32, kThreeCtas ? 3 : 2) attention(const __grid_constant__ AttentionParams params) {
   extern __shared__ __align__(128) unsigned char smem[];
   // What is the same for all threads and used once in a while lives in shared memory: the loop has no registers to spare.
   __shared__ Work work, following;
@@ -100,12 +115,18 @@ extern "C" __global__ void __launch_bounds__(kNumWarps * 32, 2) attention(const 
   if (!following.valid) return;
   KvPipeline kv{smem_address(smem) + kQBytes};
   kv.begin(params, following);
+  if constexpr (kThreeCtas) {
+    load_q_tile(params, following, smem, turns, logit_scales);
+    cp_async_commit();
+  }
 #pragma unroll 1
   while (true) {
     if (recompute_from(threadIdx.x) == 0) work = following;
     __syncthreads();
-    load_q_tile(params, work, smem, turns, logit_scales);
-    cp_async_commit();
+    if constexpr (!kThreeCtas) {
+      load_q_tile(params, work, smem, turns, logit_scales);
+      cp_async_commit();
+    }
     if (recompute_from(threadIdx.x) == 0) following.valid = cursor.next(params, following.tile, following.segment);
     if (lane_idx() == 0) spans[warp_idx()].set(params, work);
     cp_async_wait<0>();
@@ -123,6 +144,11 @@ extern "C" __global__ void __launch_bounds__(kNumWarps * 32, 2) attention(const 
       finish_part_of_group(params, work.tile, work.segment, group, &is_last);
     }
     if (!following.valid) return;
+    // So do its queries, into rows that only this warp reads.
+    if constexpr (kThreeCtas) {
+      load_q_tile(params, following, smem, turns, logit_scales);
+      cp_async_commit();
+    }
     // Every warp is done with this segment's record and its parts.
     __syncthreads();
   }

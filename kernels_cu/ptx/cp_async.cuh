@@ -12,6 +12,13 @@ __device__ __forceinline__ void cp_async_16(unsigned smem, const void* global, b
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(smem), "l"(global), "r"(valid ? 16 : 0) : "memory");
 }
 
+// The same where `wanted` holds; nothing elsewhere. Predicated by hand: a branch around copies would keep them from being interleaved.
+__device__ __forceinline__ void cp_async_16_if(bool wanted, unsigned smem, const void* global, bool valid) {
+  asm volatile("{ .reg .pred p; setp.ne.b32 p, %3, 0; @p cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2; }" ::"r"(smem), "l"(global),
+               "r"(valid ? 16 : 0), "r"(static_cast<int>(wanted))
+               : "memory");
+}
+
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 // One arrival on `barrier` once all copies that this thread started have landed.

@@ -10,6 +10,9 @@ constexpr bool kFp8Kv = kKvBytes == 1;
 constexpr bool kRope = kPosEncoding == PosEncoding::kRopeLlama;
 constexpr bool kAlibi = kPosEncoding == PosEncoding::kAlibi;
 
+// Three CTAs to an SM hide more of each other's softmax than two, and leave 168 registers a thread.
+constexpr bool kThreeCtas = kCtasPerSm == 3;
+
 constexpr int kWarpRows = kCtaTileQ / kNumWarps;
 constexpr int kRowTiles = kWarpRows / 16;    // 16-row matrix tiles of a warp
 constexpr int kDimTiles = kHeadDimVo / 8;    // 8-wide column tiles of the output

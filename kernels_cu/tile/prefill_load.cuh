@@ -144,14 +144,20 @@ __device__ __forceinline__ KvSlot lane_kv_slot(const AttentionParams& params, co
   return key >= work.segment.first_seen && key < work.segment.kv_end ? kv_slot(params, work.tile, key) : KvSlot{0, 0};
 }
 
+// How a warp copies its 16 rows of a K or V tile: one step is a 16-byte chunk per lane, kLaneChunks of them in each of kStepRows rows.
+template <bool kIsK>
+struct CopySteps {
+  static constexpr int kRowBytes = kIsK ? kKRowBytes : kVRowBytes, kChunks = kRowBytes / 16;
+  static constexpr int kLaneChunks = (kChunks & -kChunks) < 32 ? kChunks & -kChunks : 32, kStepRows = 32 / kLaneChunks;
+  static_assert(kLaneChunks >= static_cast<int>(Swizzle<kRowBytes>::kSpan) && kWarpKeys % kStepRows == 0, "steps keep within the swizzle");
+};
+
 // Start the warp's 16 rows of a K or V tile; rows of keys that no query row sees become zeros. `slot` is lane_kv_slot's, and
 // counts for paged caches only: the rows of ragged ones are one stride apart.
 template <bool kIsK>
 __device__ __forceinline__ void load_kv_tile(const AttentionParams& params, const Work& work, int key_begin, KvSlot slot, unsigned tile) {
-  constexpr int kRowBytes = kIsK ? kKRowBytes : kVRowBytes, kChunks = kRowBytes / 16;
-  // In one step a warp copies kLaneChunks chunks of kStepRows rows.
-  constexpr int kLaneChunks = (kChunks & -kChunks) < 32 ? kChunks & -kChunks : 32, kStepRows = 32 / kLaneChunks;
-  static_assert(kLaneChunks >= static_cast<int>(Swizzle<kRowBytes>::kSpan) && kWarpKeys % kStepRows == 0, "steps keep within the swizzle");
+  using Steps = CopySteps<kIsK>;
+  constexpr int kRowBytes = Steps::kRowBytes, kLaneChunks = Steps::kLaneChunks;
   unsigned thread = recompute_from(threadIdx.x), lane_row = thread % 32 / kLaneChunks, lane_chunk = thread % kLaneChunks;
   unsigned warp_key = thread / 32 * kWarpKeys;
   int first_key = key_begin + static_cast<int>(warp_key);
@@ -169,12 +175,69 @@ __device__ __forceinline__ void load_kv_tile(const AttentionParams& params, cons
   const unsigned char* source = static_cast<const unsigned char*>(kIsK ? params.k : params.v) + lane_chunk * 16;
   unsigned lane_target = tile + Swizzle<kRowBytes>::offset(warp_key + lane_row, lane_chunk);
 #pragma unroll
-  for (int row = 0; row < kWarpKeys; row += kStepRows) {
+  for (int row = 0; row < kWarpKeys; row += Steps::kStepRows) {
     long long offset = kPaged ? __shfl_sync(kFullWarp, lane_offset, row + lane_row) : lane_offset + row * row_stride;
     unsigned target = Swizzle<kRowBytes>::advance_rows(lane_target, row);
 #pragma unroll
-    for (int chunk = 0; chunk < kChunks; chunk += kLaneChunks) {
+    for (int chunk = 0; chunk < Steps::kChunks; chunk += kLaneChunks) {
       cp_async_16(target + chunk * 16, source + offset + chunk * 16, static_cast<unsigned>(row - num_unseen) < num_seen);
     }
   }
 }
+
+// Tiles after a segment's first come by NextRows, so that few instructions for addresses stand between the barrier and the first product.
+// fp8 rows are half as long and have half as many; with a single stage they hide behind the products.
+constexpr bool kNextRows = kNumStages == 2 && !kFp8Kv;
+
+// The warp's 16 keys of every tile lie one stride apart: tiles begin at multiples of 16 keys.
+__device__ __forceinline__ bool evenly_spaced(const AttentionParams& params) { return !kPaged || params.page_size % kWarpKeys == 0; }
+
+// lane_kv_slot for a tile that is not its segment's first; where keys are evenly spaced, every lane looks up the warp's first one.
+__device__ __forceinline__ KvSlot next_kv_slot(const AttentionParams& params, const Work& work, int key_begin) {
+  unsigned thread = recompute_from(threadIdx.x);
+  int key = key_begin + static_cast<int>(thread / 32 * kWarpKeys + (evenly_spaced(params) ? 0 : thread % kWarpKeys));
+  return key < work.segment.kv_end ? kv_slot(params, work.tile, key) : KvSlot{0, 0};
+}
+
+// load_kv_tile with a single address per lane, for evenly spaced keys of a tile that is not its segment's first: no key there lies left of
+// every row's window.
+template <bool kIsK>
+struct NextRows {
+  using Steps = CopySteps<kIsK>;
+  const unsigned char* source;
+  unsigned target;
+  int num_seen;
+
+  // `slot` is next_kv_slot's, `stage` where K of that tile will lie.
+  __device__ __forceinline__ NextRows(const AttentionParams& params, const Work& work, int key_begin, KvSlot slot, unsigned stage) {
+    unsigned thread = recompute_from(threadIdx.x), lane_row = thread % 32 / Steps::kLaneChunks, lane_chunk = thread % Steps::kLaneChunks;
+    unsigned warp_key = thread / 32 * kWarpKeys;
+    int first_key = key_begin + static_cast<int>(warp_key + lane_row);
+    num_seen = work.segment.kv_end - first_key;
+    if constexpr (!kPaged) slot = {0, work.tile.kv_base + first_key - static_cast<int>(lane_row)};
+    slot.slot += lane_row;
+    int kv_head = work.segment.kv_head;
+    long long offset = (kIsK ? k_row_offset(params, slot, kv_head) : v_row_offset(params, slot, kv_head)) + lane_chunk * 16;
+    source = static_cast<const unsigned char*>(kIsK ? params.k : params.v) + offset;
+    target = stage + Swizzle<Steps::kRowBytes>::offset(warp_key + lane_row, lane_chunk);
+  }
+  // Nothing happens unless `wanted`, which is constant for ragged keys.
+  __device__ __forceinline__ void start(const AttentionParams& params, bool wanted) {
+#pragma unroll
+    for (int row = 0; row < kWarpKeys; row += Steps::kStepRows) {
+#pragma unroll
+      for (int chunk = 0; chunk < Steps::kChunks; chunk += Steps::kLaneChunks) {
+        // What is constant comes last, where it is part of the instruction.
+        unsigned to = Swizzle<Steps::kRowBytes>::advance_rows(target, row) + (kIsK ? 0 : kKBytes) + chunk * 16;
+        if constexpr (kPaged) {
+          cp_async_16_if(wanted, to, source + chunk * 16, row < num_seen);
+        } else {
+          cp_async_16(to, source + chunk * 16, row < num_seen);
+        }
+      }
+      // Opaque, so that rows take one addition each instead of an address each that is kept.
+      source += Steps::kStepRows * (kIsK ? params.k_stride_token : params.v_stride_token) * kKvBytes;
+      asm volatile("" : "+l"(source));
+    }
+  }
+};

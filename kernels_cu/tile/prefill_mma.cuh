@@ -21,18 +21,28 @@ __device__ __forceinline__ void load_q_fragments(unsigned (&a)[kRowTiles][4], un
   for (int m = 0; m < kRowTiles; ++m) ldmatrix_x4(a[m], Swizzle<kQRowBytes>::advance(q_lane, step * 2) + m * 16 * kQRowBytes);
 }
 
-// 16-bit keys: one step of 16 dims.
-__device__ __forceinline__ void logits_step(Logits& s, unsigned q_lane, unsigned k_lane, int step) {
-  unsigned a[kRowTiles][4];
-  load_q_fragments(a, q_lane, step);
+// 16-bit keys: all steps of 16 dims, each with the operands of the next one on their way.
+__device__ __forceinline__ void logits_steps(Logits& s, unsigned q_lane, unsigned k_lane) {
+  constexpr int kSteps = kHeadDimQk / 16;
+  unsigned a[2][kRowTiles][4], b[2][kKeyTiles / 2][4];
 #pragma unroll
-  for (int pair = 0; pair < kKeyTiles / 2; ++pair) {
-    unsigned b[4];
-    ldmatrix_x4(b, Swizzle<kKRowBytes>::advance(k_lane, step * 2) + pair * 16 * kKRowBytes);
+  for (int step = -1; step < kSteps; ++step) {
+    if (step + 1 < kSteps) {
+      int next = (step + 1) & 1;
+      load_q_fragments(a[next], q_lane, step + 1);
 #pragma unroll
-    for (int m = 0; m < kRowTiles; ++m) {
-      mma_m16n8k16(s[m][pair * 2], a[m], b[0], b[1]);
-      mma_m16n8k16(s[m][pair * 2 + 1], a[m], b[2], b[3]);
+      for (int pair = 0; pair < kKeyTiles / 2; ++pair) {
+        ldmatrix_x4(b[next][pair], Swizzle<kKRowBytes>::advance(k_lane, step * 2 + 2) + pair * 16 * kKRowBytes);
+      }
+    }
+    if (step < 0) continue;
+#pragma unroll
+    for (int pair = 0; pair < kKeyTiles / 2; ++pair) {
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) {
+        mma_m16n8k16(s[m][pair * 2], a[step & 1][m], b[step & 1][pair][0], b[step & 1][pair][1]);
+        mma_m16n8k16(s[m][pair * 2 + 1], a[step & 1][m], b[step & 1][pair][2], b[step & 1][pair][3]);
+      }
     }
   }
 }
@@ -91,19 +101,15 @@ __device__ __forceinline__ void compute_logits(Logits& s, unsigned q_tile, unsig
 #pragma unroll
     for (int n = 0; n < kKeyTiles; ++n) s[m][n][0] = s[m][n][1] = s[m][n][2] = s[m][n][3] = 0.f;
   }
-  if constexpr (kFp8Kv && kRope) {
+  if constexpr (!kFp8Kv) {
+    logits_steps(s, q_lane, k_lane);
+  } else if constexpr (kRope) {
     // Unrolled, the angles of later steps would be computed early and kept.
 #pragma unroll 1
     for (int step = 0; step < kHeadDimQk / 32; ++step) logits_step_fp8_rope(s, q_lane, k_lane, step, turns, key_begin);
   } else {
 #pragma unroll
-    for (int step = 0; step < kHeadDimQk / 16; ++step) {
-      if constexpr (kFp8Kv) {
-        logits_step_fp8(s, q_lane, k_lane, step);
-      } else {
-        logits_step(s, q_lane, k_lane, step);
-      }
-    }
+    for (int step = 0; step < kHeadDimQk / 16; ++step) logits_step_fp8(s, q_lane, k_lane, step);
   }
 }
 
@@ -111,9 +117,9 @@ __device__ __forceinline__ void compute_logits(Logits& s, unsigned q_tile, unsig
 __device__ __forceinline__ void exponentials(unsigned (&p)[kRowTiles][4], const Logits& s, const float (&scale)[kThreadRows], RowState& state,
                                              int step) {
 #pragma unroll
-  for (int r = 0; r < kThreadRows; ++r) {
+  for (int j = 0; j < 2; ++j) {
 #pragma unroll
-    for (int j = 0; j < 2; ++j) {
+    for (int r = 0; r < kThreadRows; ++r) {
       const float(&x)[4] = s[r / 2][step * 2 + j];
       float low = ex2(fmaf(x[r % 2 * 2], scale[r], -state.max[r]));
       float high = ex2(fmaf(x[r % 2 * 2 + 1], scale[r], -state.max[r]));

@@ -95,10 +95,20 @@ __device__ __forceinline__ void mask_logits(const AttentionParams& params, const
     for (int n = 0; n < kKeyTiles; ++n) {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        bool visible = n * 8 + e >= lo && n * 8 + e <= hi;
+        bool visible = (kThreeCtas || n * 8 + e >= lo) && n * 8 + e <= hi;
         if constexpr (kCustomMask) visible = visible && (__ldg(bytes + n + (shift + e) / 8) >> (shift + e) % 8 & 1);
         if constexpr (kUserMask) visible = visible && (user_bits >> (n * 2 + e) & 1);
         if (!visible) s[r / 2][n][r % 2 * 2 + e] = neg_inf();
+      }
+    }
+    // Without a window no key lies left of a row's interval.
+    if (kThreeCtas && params.window_left >= 0) {
+#pragma unroll
+      for (int n = 0; n < kKeyTiles; ++n) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          if (n * 8 + e < lo) s[r / 2][n][r % 2 * 2 + e] = neg_inf();
+        }
       }
     }
   }

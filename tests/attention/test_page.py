@@ -188,7 +188,7 @@ def test_more_warps_than_the_grid_has(home: Home) -> None:
 @HOMES
 @pytest.mark.slow
 def test_a_cache_beyond_32_bits(home: Home) -> None:
-    """262,400 pages of 16 x 8 x 128: 2^32.0 elements. K and V share the memory, as only the addresses matter."""
+    """262,400 pages of 16 x 8 x 128: 2^32.0 elements of K; V is narrower."""
     num_pages, shape = 262_400, (16, 8, 128)
     if isinstance(home, GpuHome):
         import cupy
@@ -199,7 +199,8 @@ def test_a_cache_beyond_32_bits(home: Home) -> None:
     rows = np.random.default_rng(5).uniform(1, 2, (3, 8, 128)).astype(BFLOAT16)
     indices = [np.array(values, np.int32) for values in ([0, 0, 0], [13, 14, 15], [num_pages - 1], [0, 1], [16])]
     key, batch_indices, positions, *metadata = map(home.put, (rows, *indices))
-    append_paged_kv_cache(key, key, batch_indices, positions, (cache, cache), *metadata)
+    values = home.put(np.zeros((num_pages, 16, 8, 8), BFLOAT16))
+    append_paged_kv_cache(key, home.put(rows[..., :8]), batch_indices, positions, (cache, values), *metadata)
     assert (home.get(cache[num_pages - 1, 13:]) == rows).all()
     # Where the rows would have landed with 32-bit element or byte offsets.
     for bits in (31, 32):

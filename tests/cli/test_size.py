@@ -118,6 +118,17 @@ def test_limits(cli: Cli) -> None:
     assert "exact" not in decode and decode["regions"]
 
 
+def test_values_of_another_width(cli: Cli) -> None:
+    """Queries and keys of 192 go with values of 128 only."""
+    wide = ("--head-dim", 192, "--head-dim-vo", 128)
+    data = cli("size", "--kv-lens", "9,700x3", "--qo-lens", "9,70x3", *wide, "--json").data
+    limits = WorkspaceLimits("prefill", 4, *HEADS[:2], 192, 128, max_num_qo_tokens=219)
+    assert data["bound"] == as_dict(workspace_bound(limits, "h200"))
+    assert data["exact"]["float_bytes"] <= data["bound"]["float_bytes"]
+    assert "head_dim 192 (values 128), bfloat16" in cli("size", "--max-batch-size", 4, *wide).out
+    assert cli("size", "--max-batch-size", 4, "--head-dim", 192).code == 2
+
+
 def test_limits_widen_a_bound(cli: Cli) -> None:
     data = cli("size", "--kv-lens", "4096x2", "--max-batch-size", 300, "--json").data
     assert data["bound"] == as_dict(workspace_bound(WorkspaceLimits("decode", 300, *HEADS), "h200"))

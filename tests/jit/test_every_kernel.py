@@ -10,6 +10,7 @@ import itertools
 
 import pytest
 
+from cupyinfer.attention.options import make_options
 from cupyinfer.dtypes import FP8_QUERY_TYPE, itemsize
 from cupyinfer.jit.ahead import fa3_variants, standard_variants
 from cupyinfer.jit.cache import default_cache
@@ -78,6 +79,27 @@ def test_standard_kernel(variant: KernelVariant, arch: str) -> None:
 @pytest.mark.parametrize(("variant", "arch"), [(variant, ARCHS[at % len(ARCHS)]) for at, variant in enumerate(feature_variants())], ids=str)
 def test_feature_kernel(variant: AttentionVariant, arch: str) -> None:
     check(variant, arch)
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100"])
+@pytest.mark.parametrize("paged", [True, False], ids=["paged", "ragged"])
+def test_three_ctas_fit_with_a_mask(paged: bool, arch: str) -> None:
+    """The planner counts on three CTAs to an SM without knowing of custom masks, so these have to do with 168 registers."""
+    profile = profile_for_arch(arch)
+    variant = AttentionVariant("bfloat16", "bfloat16", 64, 64, 128, paged, custom_mask=True)
+    assert variant.tile_config(profile.smem_per_sm, profile.smem_per_cta).ctas_per_sm == 3
+    check(variant, arch)
+
+
+def test_plans_and_kernels_agree_on_ctas() -> None:
+    profile = profile_for_arch("sm_90a")
+    common = {"decode": False, "paged": True, "num_qo_heads": 8, "num_kv_heads": 8, "head_dim_qk": 64}
+    features = ({}, 3), ({"logits_soft_cap": 30.0}, 2), ({"pos_encoding_mode": "ALIBI"}, 2), ({"pos_encoding_mode": "ROPE_LLAMA"}, 2)
+    for feature, ctas in features:
+        options = make_options(**common, **feature)
+        kernel = options.variant(128, False).tile_config(profile.smem_per_sm, profile.smem_per_cta)
+        assert options.shape.config(128, profile) == kernel
+        assert kernel.ctas_per_sm == ctas
 
 
 @pytest.mark.parametrize("variant", (*fa3_variants(), *fa3_feature_variants()), ids=str)

@@ -48,7 +48,7 @@ def test_decode_constants() -> None:
         "constexpr Element kKvElement = Element::kBfloat16;\n"
         "constexpr int kHeadDimQk = 128, kHeadDimVo = 128;\n"
         f"constexpr int kCtaTileQ = 16, kKvTile = 64, kNumWarps = {config.num_warps}, kNumStages = {config.num_stages}, "
-        f"kJoinSlots = {config.join_slots}, kBlockKeys = {config.block_keys};\n"
+        f"kJoinSlots = {config.join_slots}, kBlockKeys = {config.block_keys}, kCtasPerSm = {config.ctas_per_sm};\n"
         f"constexpr int kSmemBytes = {config.smem_bytes};\n"
         "constexpr bool kPaged = true, kCustomMask = false, kSoftCap = false;\n"
         "enum class PosEncoding { kNone, kRopeLlama, kAlibi };\n"

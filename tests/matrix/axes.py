@@ -80,7 +80,7 @@ RULES = (
 )
 #: On host and fa2 a plan takes the tile that its batch fills, and the value of `tile` is that tile.
 TILE_RULES = (
-    Rule(("tile", "head_dim"), lambda tile, dim: int(tile) <= int(largest_tile(dim)), "past head_dim 128 a tile has at most 64 rows"),
+    Rule(("tile", "head_dim"), lambda tile, dim: int(tile) <= int(largest_tile(dim)), "past head_dim_vo 128 a tile has at most 64 rows"),
     Rule(
         ("op", "tile", "group"),
         lambda op, tile, group: op != "decode" or tile == ("64" if group in LARGE_GROUPS else "16"),

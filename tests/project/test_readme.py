@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -55,6 +56,20 @@ def test_cupy_example() -> None:
         k, v = (cache[pages, which].reshape(-1, 8, 128)[:kv_len] for which in (0, 1))
         expected.append(attend(token[None], k, v)[0])
     np.testing.assert_allclose(out, expected, rtol=2**-10, atol=2**-11)
+
+
+def test_fp8_example() -> None:
+    names = run_example("import ml_dtypes\n")
+    q, out = on_host(names["q"]), on_host(names["out"])
+    assert names["cache"][0].dtype == np.uint8
+    host = (cache.get() if hasattr(cache, "get") else cache for cache in names["cache"])
+    caches = [cache.view(ml_dtypes.float8_e4m3fn) for cache in host]
+    expected = []
+    for token, (pages, kv_len) in zip(q, ((slice(0, 3), 40), (slice(3, 4), 5), (slice(4, 13), 130)), strict=True):
+        rows = (cache[pages].reshape(-1, 8, 128)[:kv_len] for cache in caches)
+        k, v = (np.asarray(part, np.float64) * names[scale] for part, scale in zip(rows, ("k_scale", "v_scale"), strict=True))
+        expected.append(attend(token[None], k, v)[0])
+    np.testing.assert_allclose(out, expected, rtol=2**-9, atol=2**-10)
 
 
 def test_jax_example() -> None:

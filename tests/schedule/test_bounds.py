@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -11,12 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cupyinfer import BatchPrefillWithRaggedKVCacheWrapper
 from cupyinfer.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from cupyinfer.schedule.bounds import WorkspaceLimits, workspace_bound
 from cupyinfer.schedule.capacity import BatchLimits
 from cupyinfer.schedule.layout import RegionCounts, lay_out, measure, memory_map
 from cupyinfer.schedule.planner import PlanShape, bound
-from cupyinfer.schedule.profile import PROFILES
+from cupyinfer.schedule.profile import PROFILES, DeviceProfile
 from cupyinfer.workspace import AlignedAllocator
 from tests.schedule.batches import Case, cases
 from tests.schedule.simulator import place
@@ -222,3 +224,68 @@ def test_plan_shapes_are_checked() -> None:
         UnsupportedError, match=r"^head_dim: got 128 .head_dim_vo 64., supported are 64, 96, 128, 192 .with head_dim_vo 128., 256$"
     ):
         PlanShape(True, 32, 8, 128, 64)
+
+
+@pytest.mark.parametrize("integer", [np.int8, np.uint8, np.int16, np.int32, np.int64])
+@pytest.mark.parametrize("kind", ["decode", "prefill"])
+def test_numpy_integers_are_numbers_of_any_size(kind: str, integer: Any) -> None:
+    """Sums and products of limits go beyond what the limits themselves need."""
+
+    def size(number: Any) -> Any:
+        limits = WorkspaceLimits(
+            kind, number(100), number(64), number(2), number(64), number(64), number(100), number(127), number(64),
+            fixed_split_size=number(1), max_kv_len=number(127), value_bytes=number(120),
+        )  # fmt: skip
+        return workspace_bound(limits, "h200")
+
+    assert size(integer) == size(int)
+
+
+def test_numpy_integers_in_gpus_batches_and_shapes() -> None:
+    i8 = np.int8
+    profile = DeviceProfile("x", "sm_80", i8(100), np.int32(164 << 10), np.int32(163 << 10))  # type: ignore[arg-type]
+    assert profile == DeviceProfile("x", "sm_80", 100, 164 << 10, 163 << 10)
+    limits, narrow = BatchLimits(100, 120, 127), BatchLimits(i8(100), i8(120), i8(127))  # type: ignore[arg-type]
+    shape = PlanShape(True, 64, 2, 64, 64, page_size=64, fixed_split_size=1)
+    same = PlanShape(True, i8(64), i8(2), i8(64), i8(64), page_size=i8(64), fixed_split_size=i8(1))  # type: ignore[arg-type]
+    for narrow_shape in (shape, same):
+        assert bound(narrow_shape, narrow, profile, 100, 16) == bound(shape, limits, profile, 100, 16)
+
+
+FAULTS: list[tuple[Any, dict[str, Any], str]] = [
+    (WorkspaceLimits, {"disable_split_kv": "no"}, "disable_split_kv: got 'no', expected True or False"),
+    (WorkspaceLimits, {"disable_split_kv": 1}, "disable_split_kv: got 1, expected True or False"),
+    (WorkspaceLimits, {"kind": np.array(["decode", "prefill"])}, "kind: got "),
+    (WorkspaceLimits, {"num_kv_heads": 2.0}, "num_kv_heads: got 2.0, expected an int"),
+    (WorkspaceLimits, {"value_bytes": -1}, "value_bytes: got -1, must be at least 0"),
+    (DeviceProfile, {"num_sms": "x"}, "num_sms: got 'x', expected an int"),
+    (DeviceProfile, {"num_sms": 1.5}, "num_sms: got 1.5, expected an int"),
+    (DeviceProfile, {"num_sms": 0}, "num_sms: got 0, must be at least 1"),
+    (DeviceProfile, {"smem_per_cta": None}, "smem_per_cta: got None, expected an int"),
+    (DeviceProfile, {"arch": 90}, "arch: got 90, expected a string"),
+]
+
+
+@pytest.mark.parametrize(("kind", "change", "message"), FAULTS)
+def test_fields_of_another_kind_are_refused(kind: Any, change: dict[str, Any], message: str) -> None:
+    if kind is WorkspaceLimits:
+        good: dict[str, Any] = {"kind": "decode", "max_batch_size": 8, "num_qo_heads": 4, "num_kv_heads": 2, "head_dim": 64}
+    else:
+        good = {"name": "x", "arch": "sm_80", "num_sms": 2, "smem_per_sm": 167936, "smem_per_cta": 166912}
+    kind(**good)
+    with pytest.raises((ArgumentError, ArgumentTypeError), match=f"^{re.escape(message)}"):
+        kind(**{**good, **change})
+
+
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("num_bits", [1, 5, 129, 4096])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_a_bound_holds_for_bytes_of_masks_as_they_are(num_bits: int, sinks: bool, graph: bool) -> None:
+    """A mask's bytes are no multiple of 16, what a plan reserves for it is one."""
+    wrapper = BatchPrefillWithRaggedKVCacheWrapper(backend="host", use_cuda_graph=graph)
+    values = {"sinks": np.ones(6)} if sinks else {}
+    size = wrapper.workspace_size([0, 1], [0, num_bits], 6, 6, 64, custom_mask=np.ones(num_bits, bool), **values)
+    num_bytes = -(-num_bits // 8) + (32 if sinks else 0)
+    largest = workspace_bound(WorkspaceLimits("prefill", 1, 6, 6, 64, max_num_qo_tokens=1, value_bytes=num_bytes), "host")
+    assert size.int_bytes <= largest.int_bytes
+    assert size.float_bytes <= largest.float_bytes

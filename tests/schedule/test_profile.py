@@ -30,6 +30,22 @@ def test_every_kernel_fits_every_gpu(profile: DeviceProfile, head_dim_qk: int, h
             assert config.smem_bytes == prefill_smem_bytes(tile_q, config.kv_tile, config.num_stages, *dims)
 
 
+def test_three_ctas_where_registers_suffice() -> None:
+    h200 = (PROFILES["h200"].smem_per_sm, PROFILES["h200"].smem_per_cta)
+    plain = tile_config(128, 64, 64, 2, *h200)
+    assert (plain.ctas_per_sm, plain.num_stages) == (3, 2)
+    others = [
+        tile_config(128, 64, 64, 2, *h200, transforms_logits=True),
+        tile_config(128, 64, 64, 1, *h200),
+        tile_config(64, 64, 64, 2, *h200),
+        tile_config(128, 96, 96, 2, *h200),
+    ]
+    for name in ("a100", "l4"):
+        others.append(tile_config(128, 64, 64, 2, PROFILES[name].smem_per_sm, PROFILES[name].smem_per_cta))
+    assert {config.ctas_per_sm for config in others} == {2}
+    assert {config.num_stages for config in others} == {2}
+
+
 def test_tiles_that_do_not_fit_are_refused() -> None:
     for tile_q in CTA_TILE_Q:
         with pytest.raises(UnsupportedError, match=r"^head_dim 128: 4096 bytes of shared memory per CTA are too few"):

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cupyinfer.errors import ArgumentError, CupyInferError, StateError, WorkspaceError
+from cupyinfer.errors import ArgumentError, ArgumentTypeError, CupyInferError, StateError, WorkspaceError
 from cupyinfer.workspace import WORKSPACE_ALIGNMENT, AlignedAllocator, WorkspaceSize, check_alignment
 
 Bytes = npt.NDArray[np.uint8]
@@ -194,3 +194,23 @@ def test_workspace_size_is_a_pair() -> None:
     float_bytes, int_bytes = size = WorkspaceSize(float_bytes=48, int_bytes=16)
     assert (float_bytes, int_bytes, size.total_bytes) == (48, 16, 64)
     assert size == (48, 16)
+
+
+@pytest.mark.parametrize("buffer", ["x", [1], b"xx", 3, object()])
+def test_what_is_no_buffer_is_refused(buffer: Any) -> None:
+    with pytest.raises(ArgumentTypeError, match=r"^floats: got \w+, expected a NumPy or CuPy array or None"):
+        AlignedAllocator(buffer, "floats")
+
+
+@pytest.mark.parametrize(("size", "alignment"), [(1.5, 16), ("a", 16), (None, 16), (True, 16), (16, 16.0), (16, "16"), (16, True)])
+def test_sizes_that_are_no_integers_are_refused_and_change_nothing(size: Any, alignment: Any) -> None:
+    allocator = AlignedAllocator(aligned_bytes(64))
+    with pytest.raises(ArgumentTypeError, match=r"^x: got .* as (size|alignment), expected an int"):
+        allocator.aligned_alloc_offset(size, alignment, "x")
+    assert allocator.aligned_alloc_offset(64, 16, "y") == 0
+
+
+def test_numpy_integers_do_not_overflow() -> None:
+    allocator = AlignedAllocator()
+    assert [allocator.aligned_alloc_offset(np.int8(100), np.int8(16), "x") for _ in range(3)] == [0, 112, 224]  # type: ignore[arg-type]
+    assert type(allocator.num_allocated_bytes) is int

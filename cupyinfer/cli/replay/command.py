@@ -78,7 +78,10 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     )
     parser.add_argument("trace", type=Path, metavar="TRACE", help="CSV or JSON lines file")
     parser.add_argument(
-        "--backend", choices=("auto", "host", "fa2"), default="auto", help="auto is the fastest for each plan with a GPU, else host"
+        "--backend",
+        choices=("auto", "host", "fa2", "fa3"),
+        default="auto",
+        help="auto is the fastest for each plan with a GPU, else host; fa3 is for the prefill steps, on Hopper",
     )
     parser.add_argument("--requests", type=at_least(1), metavar="N", help="only the first N requests")
     parser.add_argument("--seed", type=at_least(0), default=0, metavar="N", help="of all values, page orders and samples (default: 0)")
@@ -136,7 +139,7 @@ def _memory(backend: str) -> Memory:
     if backend == "host" or (backend == "auto" and not has_gpu()):
         return HostMemory()
     if not has_gpu():
-        raise BackendUnavailable("--backend fa2: no CUDA GPU is visible through CuPy (cupyinfer info says more)")
+        raise BackendUnavailable(f"--backend {backend}: no CUDA GPU is visible through CuPy (cupyinfer info says more)")
     return GpuMemory(backend)
 
 
@@ -147,8 +150,9 @@ def _kernels(shape: ModelShape, memory: Memory) -> set[KernelVariant]:
         decode.variant(16 if shape.num_qo_heads // shape.num_kv_heads <= 16 else 64, False),
         HelperVariant("append_paged_kv_cache"),
     }
-    variants |= {prefill.variant(tile_q, False) for tile_q in CTA_TILE_Q if tile_q <= max_tile_q(shape.head_dim)}
-    if memory.backend == "auto" and fa3_problem(prefill, memory.profile.arch, False) is None:
+    if memory.backend != "fa3":
+        variants |= {prefill.variant(tile_q, False) for tile_q in CTA_TILE_Q if tile_q <= max_tile_q(shape.head_dim)}
+    if memory.backend != "fa2" and fa3_problem(prefill, memory.profile.arch, False) is None:
         fa3 = prefill.fa3_shape
         for tile_q in fa3.possible_tile_qs():
             variants |= {prefill.variant(tile_q, False, "fa3", kv_tile) for kv_tile in fa3.kv_tiles(tile_q)}

@@ -64,7 +64,7 @@ class ReplaySession:
         self._checker = Checker(config.shape, self._values, memory, config.seed + 1)
         self._cache = self._new_cache(), self._new_cache()
         self._wrappers: dict[str, Any] = {
-            "decode": BatchDecodeWithPagedKVCacheWrapper(backend=memory.backend),
+            "decode": BatchDecodeWithPagedKVCacheWrapper(backend="fa2" if memory.backend == "fa3" else memory.backend),
             "prefill": BatchPrefillWithPagedKVCacheWrapper(backend=memory.backend),
         }
         self.stats = ReplayStats(self._checker.accuracy)
