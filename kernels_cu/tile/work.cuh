@@ -55,9 +55,13 @@ struct WorkCursor {
     if (whole_unit < num_whole_units) {
       segment = {kv_head_of(params, whole_unit), tile.kv_begin, tile.kv_end, -1, 0, 0};
       ++wave;
-      unsigned cta = blockIdx.x, grid = gridDim.x;
-      if constexpr (kFewRegisters) asm volatile("mov.u32 %0, %%ctaid.x;\n\tmov.u32 %1, %%nctaid.x;" : "=r"(cta), "=r"(grid));
-      whole_unit = wave * grid + ((wave & 1) ? grid - 1 - cta : cta);
+      if constexpr (kFewRegisters) {
+        unsigned cta, grid;
+        asm volatile("mov.u32 %0, %%ctaid.x;\n\tmov.u32 %1, %%nctaid.x;" : "=r"(cta), "=r"(grid));
+        whole_unit = wave * grid + ((wave & 1) ? grid - 1 - cta : cta);
+      } else {
+        whole_unit = wave * gridDim.x + ((wave & 1) ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+      }
     } else if (remaining > 0) {
       int taken = min(tile.num_iters() - iter, remaining);
       int kv_begin = tile.kv_begin + iter * kKvTile;
