@@ -27,7 +27,8 @@ class Case:
         kv_lens: keys of each request, its own query tokens included.
         page_size: tokens per page where the cache is paged.
         causal: query i of a request sees keys up to ``kv_len - qo_len + i``.
-        kv_dtype: element type of the cache; queries and outputs are bfloat16.
+        kv_dtype: element type of the cache; outputs are bfloat16.
+        q_dtype: element type of the queries.
         tags: what `select` picks cases by.
     """
 
@@ -41,6 +42,7 @@ class Case:
     page_size: int = 16
     causal: bool = False
     kv_dtype: str = "bfloat16"
+    q_dtype: str = "bfloat16"
     tags: frozenset[str] = frozenset()
 
     @property
@@ -103,17 +105,18 @@ def decode_case(
     ]
     name = ", ".join([f"decode, {qo_heads} over {kv_heads} heads, {_words(batch, kv_len)}", *extras])
     all_tags = frozenset({"decode", *tags})
-    return Case(name, "decode", qo_heads, kv_heads, head_dim, (1,) * batch, (kv_len,) * batch, page_size, False, kv_dtype, all_tags)
+    return Case(name, "decode", qo_heads, kv_heads, head_dim, (1,) * batch, (kv_len,) * batch, page_size, False, kv_dtype, tags=all_tags)
 
 
-def prefill_case(head_dim: int, causal: bool, batch: int, length: int, *tags: str, context: int = 0) -> Case:
-    """A prefill batch of equal lengths at 32 query and 8 KV heads; `context` keys precede the new tokens."""
+def prefill_case(head_dim: int, causal: bool, batch: int, length: int, *tags: str, context: int = 0, dtype: str = "bfloat16") -> Case:
+    """A prefill batch of equal lengths at 32 query and 8 KV heads, queries and cache of one type; `context` keys precede the new tokens."""
     if context:
         name = f"prefill, chunk head_dim {head_dim}, {batch} x {length} new over {context}"
     else:
         name = f"prefill, {'causal' if causal else 'full'} head_dim {head_dim}, {_words(batch, length)}"
+    name += "" if dtype == "bfloat16" else f", {dtype.partition('_')[0]}"
     all_tags = frozenset({"prefill", *tags} | ({"chunked"} if context else set()))
-    return Case(name, "prefill", 32, 8, head_dim, (length,) * batch, (context + length,) * batch, 16, causal, "bfloat16", all_tags)
+    return Case(name, "prefill", 32, 8, head_dim, (length,) * batch, (context + length,) * batch, 16, causal, dtype, dtype, all_tags)
 
 
 _DECODE_ROWS = (
@@ -149,6 +152,9 @@ def _build() -> tuple[Case, ...]:
                 smoke = ["smoke"] if (head_dim, causal, batch) == (128, True, 4) else []
                 cases.append(prefill_case(head_dim, causal, batch, length, "table", *smoke))
     cases += [prefill_case(128, True, batch, new, "table", context=context) for batch, new, context in _CHUNKS]
+    for causal in (True, False):
+        for batch, length in ((4, 4096), (1, 16384)):
+            cases.append(prefill_case(128, causal, batch, length, "fp8", dtype="float8_e4m3fn"))
     return tuple(cases)
 
 

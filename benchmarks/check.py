@@ -35,7 +35,7 @@ def relative_error(data: CaseData, out: Any, seed: int = 0) -> float:
         rows = int(data.qo_indptr[request]) + np.array(tokens)
         pool_rows = cupy.asarray(data.request_rows(request))
         k, v = (_head(cache, pool_rows, kv_head, case.kv_dtype) for cache in data.paged_kv)
-        q, got = (_rows(array, rows, heads) for array in (data.q, out))
+        q, got = _rows(data.q, rows, heads, case.q_dtype), _rows(out, rows, heads, "bfloat16")
         for i, token in enumerate(tokens):
             visible = kv_len - qo_len + token + 1 if case.causal else kv_len
             logits = q[i] @ k[:visible].T / np.sqrt(case.head_dim)
@@ -48,15 +48,21 @@ def relative_error(data: CaseData, out: Any, seed: int = 0) -> float:
 
 def _head(cache: Any, pool_rows: Any, kv_head: int, dtype: str) -> np.ndarray[Any, np.dtype[np.float64]]:
     """Keys or values of one request and KV head as float64 on the host."""
-    bits, kind = (cupy.uint16, ml_dtypes.bfloat16) if dtype == "bfloat16" else (cupy.uint8, ml_dtypes.float8_e4m3fn)
+    bits, kind = _storage(dtype)
     flat = cache.view(bits).reshape(-1, *cache.shape[2:])[:, kv_head]
     host: np.ndarray[Any, Any] = cupy.asnumpy(cupy.take(flat, pool_rows, axis=0))
     values: np.ndarray[Any, np.dtype[np.float64]] = host.view(kind).astype(np.float64)
     return values
 
 
-def _rows(array: Any, rows: np.ndarray[Any, Any], heads: slice) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """Some rows of some heads of a bfloat16 array as float64 on the host."""
-    bits: np.ndarray[Any, Any] = cupy.asnumpy(cupy.take(array.view(cupy.uint16), cupy.asarray(rows), axis=0)[:, heads])
-    values: np.ndarray[Any, np.dtype[np.float64]] = np.ascontiguousarray(bits).view(ml_dtypes.bfloat16).astype(np.float64)
+def _rows(array: Any, rows: np.ndarray[Any, Any], heads: slice, dtype: str) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """Some rows of some heads of an array as float64 on the host."""
+    storage, kind = _storage(dtype)
+    bits: np.ndarray[Any, Any] = cupy.asnumpy(cupy.take(array.view(storage), cupy.asarray(rows), axis=0)[:, heads])
+    values: np.ndarray[Any, np.dtype[np.float64]] = np.ascontiguousarray(bits).view(kind).astype(np.float64)
     return values
+
+
+def _storage(dtype: str) -> tuple[Any, Any]:
+    """The integers CuPy holds elements as, and their type on the host."""
+    return (cupy.uint16, ml_dtypes.bfloat16) if dtype == "bfloat16" else (cupy.uint8, ml_dtypes.float8_e4m3fn)

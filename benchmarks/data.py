@@ -23,7 +23,7 @@ class CaseData:
         page_indptr: [batch + 1] int32 NumPy, first entry of each request in `page_indices`.
         page_indices: [pages] int32 NumPy, a random permutation.
         last_page_len: [batch] int32 NumPy, tokens in the last page of each request.
-        q: [tokens, num_qo_heads, head_dim] bfloat16 CuPy.
+        q: [tokens, num_qo_heads, head_dim] CuPy; fp8 travels as uint8.
     """
 
     def __init__(self, case: Case, seed: int = 0) -> None:
@@ -35,7 +35,7 @@ class CaseData:
         self.page_indptr = _indptr(pages)
         self.last_page_len = (kv_lens - (pages - 1) * case.page_size).astype(np.int32)
         self.page_indices = np.random.default_rng(seed).permutation(int(pages.sum())).astype(np.int32)
-        self.q = kernels.random_array((int(self.qo_indptr[-1]), case.num_qo_heads, case.head_dim), "bfloat16", seed + 11)
+        self.q = kernels.random_array((int(self.qo_indptr[-1]), case.num_qo_heads, case.head_dim), case.q_dtype, seed + 11)
         self._seed = seed
 
     @functools.cached_property

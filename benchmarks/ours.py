@@ -82,12 +82,13 @@ class Prefill:
         return None
 
     def supports(self, case: Case) -> bool:
-        return case.kind == "prefill"
+        # fp8 queries have kernels in fa3 alone.
+        return case.kind == "prefill" and (case.q_dtype == "bfloat16" or self.backend in ("auto", "fa3"))
 
     def prepare(self, data: CaseData) -> Prepared:
         case = data.case
         heads = (case.num_qo_heads, case.num_kv_heads, case.head_dim)
-        kwargs = {"causal": case.causal, "q_data_type": "bfloat16", "kv_data_type": case.kv_dtype}
+        kwargs = {"causal": case.causal, "q_data_type": case.q_dtype, "kv_data_type": case.kv_dtype, "o_data_type": "bfloat16"}
         out = _poisoned(data)
         if self.paged:
             wrapper = _empty_wrapper(cupyinfer.BatchPrefillWithPagedKVCacheWrapper, self.backend)

@@ -76,7 +76,8 @@ def measure_case(case: Case, adapters: Sequence[Adapter], bench: object, repeats
     for adapter in adapters:
         if not adapter.supports(case):
             continue
-        row = rows[adapter.name] = Row(case.name, case.label, case.kind, adapter.name, is_ours(adapter.name))
+        fp8_queries = case.q_dtype != "bfloat16"
+        row = rows[adapter.name] = Row(case.name, case.label, case.kind, adapter.name, is_ours(adapter.name), fp8_queries=fp8_queries)
         try:
             variant = adapter.prepare(data)
             variant.launch()

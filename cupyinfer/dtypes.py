@@ -12,6 +12,8 @@ from cupyinfer.errors import ArgumentTypeError
 
 #: Element types of queries, outputs and 16-bit caches.
 HALF_TYPES = ("float16", "bfloat16")
+#: Element type of 8-bit queries, with a cache of the same.
+FP8_QUERY_TYPE = "float8_e4m3fn"
 #: Element types of 8-bit KV caches.
 FP8_TYPES = ("float8_e4m3fn", "float8_e5m2")
 

@@ -25,6 +25,7 @@ struct AttentionParams {
   // Optional per-head values, null when absent.
   const float* alibi_slopes;  // [num_qo_heads]
   const float* sinks;         // [num_qo_heads], natural-log logits
+  const float* q_scale;       // [num_qo_heads], of fp8 queries only
   const float* k_scale;       // [num_kv_heads]
   const float* v_scale;       // [num_kv_heads]
   const unsigned char* mask;  // packed custom mask, little-endian bits
@@ -35,7 +36,7 @@ struct AttentionParams {
   unsigned long long by_group_size, by_num_kv_heads, by_page_size;  // multipliers for divide()
   int num_qo_heads, num_kv_heads, group_size, page_size;
   int causal, window_left;    // window_left < 0: no window
-  float sm_scale;             // includes a per-tensor k_scale
+  float sm_scale;             // includes per-tensor q_scale and k_scale
   float logits_soft_cap;      // used only by variants with a soft cap
   float v_scale_tensor;       // per-tensor v_scale, 1 when absent
   float rope_rcp_scale;       // 1 / rope_scale

@@ -86,7 +86,7 @@ class AttentionModule:
         out: Any = None,
         lse: Any = None,
         return_lse: bool = False,
-        q_scale: float | None = None,
+        q_scale: Any = None,
         k_scale: Any = None,
         v_scale: Any = None,
     ) -> Any:

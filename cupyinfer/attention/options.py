@@ -15,7 +15,7 @@ from typing import Any, ParamSpec, TypeVar
 import numpy as np
 
 from cupyinfer.backends.arrays import RunScales
-from cupyinfer.dtypes import FP8_TYPES, HALF_TYPES, canonical_dtype, itemsize
+from cupyinfer.dtypes import FP8_QUERY_TYPE, FP8_TYPES, HALF_TYPES, canonical_dtype, itemsize
 from cupyinfer.errors import ArgumentError, ArgumentTypeError
 from cupyinfer.jit.user_variant import UserVariant
 from cupyinfer.jit.variant import POS_ENCODINGS, AttentionVariant
@@ -98,7 +98,7 @@ class AttentionOptions:
         head_dim_qk: width of queries and keys.
         head_dim_vo: width of values and outputs.
         page_size: keys per page, 1 for ragged caches.
-        q_dtype: element type of queries and outputs.
+        q_dtype: element type of queries, and of outputs unless that is fp8.
         kv_dtype: element type of the cache.
         causal: a query sees no key after its own position.
         window_left: keys it sees to the left of its position, -1 for all.
@@ -110,6 +110,7 @@ class AttentionOptions:
         fixed_split_size: pages (ragged: keys) per part, or None.
         disable_split_kv: keep every unit in one CTA.
         user_variant: CUDA source that changes the attention, or None.
+        o_dtype: element type of outputs.
     """
 
     decode: bool
@@ -131,6 +132,16 @@ class AttentionOptions:
     fixed_split_size: int | None
     disable_split_kv: bool
     user_variant: UserVariant | None = None
+    o_dtype: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.o_dtype:
+            object.__setattr__(self, "o_dtype", self.q_dtype)
+
+    @property
+    def fp8_queries(self) -> bool:
+        """Whether queries are 8-bit, and so the cache too."""
+        return self.q_dtype == FP8_QUERY_TYPE
 
     @cached_property
     def shape(self) -> PlanShape:
@@ -179,6 +190,7 @@ class AttentionOptions:
             self.user_variant,
             backend,
             kv_tile,
+            self.o_dtype,
         )
 
 
@@ -211,6 +223,7 @@ def make_options(
     rope_theta: Any = None,
     fixed_split_size: Any = None,
     disable_split_kv: Any = False,
+    o_data_type: Any = None,
 ) -> AttentionOptions:
     """Check a plan's arguments and fill in defaults: ``sm_scale = 1 / sqrt(head_dim_qk)``, rope_scale 1, rope_theta 10000.
 
@@ -226,10 +239,7 @@ def make_options(
     head_dim_qk = check_int(head_dim_qk, "head_dim", 1)
     head_dim_vo = head_dim_qk if head_dim_vo is None else check_int(head_dim_vo, "head_dim_vo", 1)
     check_head_dims(head_dim_qk, head_dim_vo)
-    q_dtype = canonical_dtype(q_data_type, "q_data_type", HALF_TYPES)
-    kv_dtype = q_dtype if kv_data_type is None else canonical_dtype(kv_data_type, "kv_data_type", (*HALF_TYPES, *FP8_TYPES))
-    if kv_dtype in HALF_TYPES and kv_dtype != q_dtype:
-        raise ArgumentTypeError(f"kv_data_type: got {kv_dtype} for {q_dtype} queries; a 16-bit cache has the queries' type")
+    q_dtype, kv_dtype, o_dtype = _element_types(decode, q_data_type, kv_data_type, o_data_type)
     if not isinstance(pos_encoding_mode, str) or pos_encoding_mode not in POS_ENCODINGS:
         raise ArgumentError(f"pos_encoding_mode: got {pos_encoding_mode!r}, expected one of {', '.join(POS_ENCODINGS)}")
     window_left = check_int(window_left, "window_left", -1)
@@ -261,9 +271,27 @@ def make_options(
         disable_split_kv=check_flag(disable_split_kv, "disable_split_kv"),
         rope_scale=rope["rope_scale"],
         rope_theta=rope["rope_theta"],
+        o_dtype=o_dtype,
     )
     options.shape  # noqa: B018 - checks the split arguments
     return options
+
+
+def _element_types(decode: bool, q_data_type: Any, kv_data_type: Any, o_data_type: Any) -> tuple[str, str, str]:
+    """Types of queries, cache and outputs, each as it defaults to."""
+    q_dtype = canonical_dtype(q_data_type, "q_data_type", HALF_TYPES if decode else (*HALF_TYPES, FP8_QUERY_TYPE))
+    kv_dtype = q_dtype if kv_data_type is None else canonical_dtype(kv_data_type, "kv_data_type", (*HALF_TYPES, *FP8_TYPES))
+    if q_dtype == FP8_QUERY_TYPE:
+        if kv_dtype != q_dtype:
+            raise ArgumentTypeError(f"kv_data_type: got {kv_dtype} for {q_dtype} queries; they need a cache of their own type")
+        if o_data_type is None:
+            raise ArgumentTypeError(f"o_data_type: got None for {q_dtype} queries, whose outputs are {' or '.join(HALF_TYPES)}; name one")
+        return q_dtype, kv_dtype, canonical_dtype(o_data_type, "o_data_type", HALF_TYPES)
+    if kv_dtype in HALF_TYPES and kv_dtype != q_dtype:
+        raise ArgumentTypeError(f"kv_data_type: got {kv_dtype} for {q_dtype} queries; a 16-bit cache has the queries' type")
+    if o_data_type is not None and canonical_dtype(o_data_type, "o_data_type", HALF_TYPES) != q_dtype:
+        raise ArgumentTypeError(f"o_data_type: got {o_data_type} for {q_dtype} queries, whose outputs are {q_dtype} too")
+    return q_dtype, kv_dtype, q_dtype
 
 
 def _named_only(signature: Signature) -> Signature:

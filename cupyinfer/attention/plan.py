@@ -80,7 +80,9 @@ class AttentionRequest:
                 raise ArgumentError(f"batch: refers to {num_pages} pages, this object's CUDA graph holds at most {self.graph_pages}")
             num_pages = self.graph_pages
         shape = self.options.shape
-        if self.backend == "fa3" or (self.backend == "auto" and not self.options.decode and profile.arch == FA3_ARCH):
+        fa3_is_able = not self.options.decode and profile.arch == FA3_ARCH
+        fp8_needs_gpu = self.options.fp8_queries and profile is not HOST_PROFILE
+        if self.backend == "fa3" or (self.backend == "auto" and fa3_is_able) or fp8_needs_gpu:
             tile_q = shape.tile_q(self.geometry, self.graph_limits)
             if choose_backend(self.backend, self.options, profile.arch, self.values.mask_begin is not None, tile_q) == "fa3":
                 shape = self.options.fa3_shape
@@ -137,7 +139,7 @@ class Plan:
         out: Any = None,
         lse: Any = None,
         return_lse: bool = False,
-        q_scale: float | None = None,
+        q_scale: Any = None,
         k_scale: Any = None,
         v_scale: Any = None,
         user: UserValues | None = None,
@@ -191,15 +193,18 @@ class Plan:
         others: dict[str, ArrayView] = {}
         if user is not None and self.options.user_variant is not None:
             others |= zip((name for name, _ in self.options.user_variant.tensors), user.views, strict=True)
-        others |= {name: one for name, one in zip(("k_scale", "v_scale"), scales[1:], strict=True) if isinstance(one, ArrayView)}
+        others |= {name: one for name, one in zip(("k_scale", "v_scale", "q_scale"), scales[1:], strict=True) if isinstance(one, ArrayView)}
         if others:
             self._checker.check_others(arrays, others)
 
-    def _scales(self, q_scale: float | None, k_scale: Any, v_scale: Any) -> RunScales:
-        sm_scale = self.options.sm_scale * (1.0 if q_scale is None else check_positive(q_scale, "q_scale"))
+    def _scales(self, q_scale: Any, k_scale: Any, v_scale: Any) -> RunScales:
+        per_head = self._per_head(q_scale, "q_scale", self.options.num_qo_heads)
+        if per_head is not None and not self.options.fp8_queries:
+            raise ArgumentError(f"q_scale: got an array, {self.options.q_dtype} queries take one float; fp8 ones may have one per head")
+        sm_scale = self.options.sm_scale * (1.0 if q_scale is None or per_head is not None else check_positive(q_scale, "q_scale"))
         if sm_scale > FLOAT32_MAX:
             raise ArgumentError(f"q_scale: got {q_scale}; times sm_scale = {self.options.sm_scale} it is beyond the range of float32")
-        scales = RunScales(sm_scale, self._scale(k_scale, "k_scale"), self._scale(v_scale, "v_scale"))
+        scales = RunScales(sm_scale, self._scale(k_scale, "k_scale"), self._scale(v_scale, "v_scale"), per_head)
         if not isinstance(scales.k_scale, ArrayView) and sm_scale * scales.k_scale > FLOAT32_MAX:
             raise ArgumentError(f"k_scale: got {k_scale}; times the factors of q, {sm_scale}, it is beyond the range of float32")
         return scales
@@ -207,9 +212,16 @@ class Plan:
     def _scale(self, value: Any, argument: str) -> float | ArrayView:
         if value is None:
             return 1.0
-        if not hasattr(value, "__dlpack__") or getattr(value, "ndim", 1) == 0:
+        view = self._per_head(value, argument, self.options.num_kv_heads)
+        if view is None:
             return check_positive(value, argument) if argument == "k_scale" else check_float32(value, argument)
-        view = per_head_scale(as_view(value, argument), argument, self.options.num_kv_heads)
+        return view
+
+    def _per_head(self, value: Any, argument: str, num_heads: int) -> ArrayView | None:
+        """An array of one factor per head; None when the value is no such array."""
+        if not hasattr(value, "__dlpack__") or getattr(value, "ndim", 1) == 0:
+            return None
+        view = per_head_scale(as_view(value, argument), argument, num_heads)
         if view.device != self.device:
             raise ArgumentError(f"{argument}: lies on {view.device}, the plan is for {self.device}")
         return view
@@ -320,7 +332,7 @@ def _plan_on_host(request: AttentionRequest, draft: PlanDraft, info: PlanInfo, w
         "mask": value("mask", np.uint8),
     }
     heads_first = request.kv_layout == "HND"
-    launcher = HostLauncher(info, floats, ints, fixed, options.kv_dtype, heads_first, options.head_dim_vo)
+    launcher = HostLauncher(info, floats, ints, fixed, options.q_dtype, options.kv_dtype, heads_first, options.head_dim_vo)
     return Plan(request, info, "host", CPU_DEVICE, launcher, workspaces.memory(info))
 
 

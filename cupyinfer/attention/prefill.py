@@ -143,8 +143,10 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchAttentionWrapper):
             packed_custom_mask: the same as bits (little-endian), each request beginning on a byte.
             causal: a query sees no key after its own position, counted from the end of the keys. Ignored with a custom mask.
             window_left: keys a query sees to the left of its own position, -1 for all. Without `causal` it sees every later key.
-            pos_encoding_mode, logits_soft_cap, sm_scale, rope_scale, rope_theta, q_data_type, kv_data_type, fixed_split_size,
-                disable_split_kv, alibi_slopes, sinks, non_blocking: as for `BatchDecodeWithPagedKVCacheWrapper.plan`.
+            q_data_type: "float16" or "bfloat16", of queries and outputs; or "float8_e4m3fn", with a cache of the same (Hopper GPUs, host).
+            o_data_type: "float16" or "bfloat16", of the outputs of fp8 queries; for others the queries' type.
+            pos_encoding_mode, logits_soft_cap, sm_scale, rope_scale, rope_theta, kv_data_type, fixed_split_size, disable_split_kv,
+                alibi_slopes, sinks, non_blocking: as for `BatchDecodeWithPagedKVCacheWrapper.plan`.
             use_fp16_qk_reduction: refused; logits are summed in float32.
 
         Raises:
@@ -162,7 +164,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchAttentionWrapper):
         q: Any,
         paged_kv_cache: Any,
         *,
-        q_scale: float | None = None,
+        q_scale: Any = None,
         k_scale: Any = None,
         v_scale: Any = None,
         out: Any = None,
@@ -176,9 +178,10 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchAttentionWrapper):
         """Attention of the planned batch, queued on CuPy's current stream of the arrays' device.
 
         Args:
-            q: [qo_indptr[-1], num_qo_heads, head_dim_qk].
-            paged_kv_cache, q_scale, k_scale, v_scale, out, lse, return_lse: as for `BatchDecodeWithPagedKVCacheWrapper.run`,
-                with one output row per query token.
+            q: [qo_indptr[-1], num_qo_heads, head_dim_qk]; fp8 queries may come as uint8.
+            q_scale: factor of q: a positive float; for fp8 queries also float32 [num_qo_heads], positive too.
+            paged_kv_cache, k_scale, v_scale, out, lse, return_lse: as for `BatchDecodeWithPagedKVCacheWrapper.run`, with one output row
+                per query token.
             window_left, logits_soft_cap, sm_scale, causal: only `plan` sets these; a value that differs from what it was given is an error.
 
         Returns:
@@ -236,7 +239,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchAttentionWrapper):
         k: Any,
         v: Any,
         *,
-        q_scale: float | None = None,
+        q_scale: Any = None,
         k_scale: Any = None,
         v_scale: Any = None,
         out: Any = None,

@@ -126,7 +126,7 @@ class ArrayChecker:
         kv_strides = self._check_inputs(query, k, v) if new else ()
         given = output is not None
         if output is None:
-            out = empty_output((*query.shape[:2], self._options.head_dim_vo), self._options.q_dtype, self._device)
+            out = empty_output((*query.shape[:2], self._options.head_dim_vo), self._options.o_dtype, self._device)
             output = as_view(out, "out")
         elif new:
             self._check_output(output, query)
@@ -208,8 +208,9 @@ class ArrayChecker:
 
     def _check_query(self, q: ArrayView) -> None:
         options, info = self._options, self._info
-        if q.dtype != options.q_dtype:
-            raise ArgumentTypeError(f"q: got {q.dtype}, the plan is for {options.q_dtype}")
+        allowed = (options.q_dtype, "uint8") if options.fp8_queries else (options.q_dtype,)
+        if q.dtype not in allowed:
+            raise ArgumentTypeError(f"q: got {q.dtype}, the plan is for {' or '.join(allowed)}")
         if len(q.shape) != 3 or q.shape[1:] != (options.num_qo_heads, options.head_dim_qk):
             raise ArgumentError(
                 f"q: got shape {q.shape}, expected (num_tokens, num_qo_heads = {options.num_qo_heads}, head_dim = {options.head_dim_qk})"
@@ -218,7 +219,7 @@ class ArrayChecker:
         # A CUDA graph's arrays are as long as its largest batch.
         if q.shape[0] < info.num_qo_tokens or (q.shape[0] > info.num_qo_tokens and not info.cuda_graph):
             raise StateError(f"q: has {q.shape[0]} query tokens, the planned batch has {info.num_qo_tokens}")
-        row_strides(q, "q", 2)
+        row_strides(q, "q", itemsize(options.q_dtype))
 
     def _check_cache(self, view: ArrayView, name: str, head_dim: int) -> KvStrides:
         options = self._options
@@ -247,8 +248,9 @@ class ArrayChecker:
 
     def _check_output(self, out: ArrayView, q: ArrayView) -> None:
         options = self._options
-        if out.dtype != options.q_dtype:
-            raise ArgumentTypeError(f"out: got {out.dtype}, expected {options.q_dtype} like q")
+        if out.dtype != options.o_dtype:
+            like = " like q" if options.o_dtype == options.q_dtype else ", as the plan says"
+            raise ArgumentTypeError(f"out: got {out.dtype}, expected {options.o_dtype}{like}")
         expected = (*q.shape[:2], options.head_dim_vo)
         if out.shape != expected:
             raise ArgumentError(f"out: got shape {out.shape}, expected {expected}")

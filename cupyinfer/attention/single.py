@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,14 +14,14 @@ from cupyinfer.attention.plan import AttentionRequest, plan_attention
 from cupyinfer.attention.prefill import ragged_prefill_request
 from cupyinfer.attention.workspaces import Workspaces
 from cupyinfer.backends.device import read_profile
-from cupyinfer.dtypes import FP8_TYPES, HALF_TYPES, canonical_dtype
+from cupyinfer.dtypes import FP8_QUERY_TYPE, FP8_TYPES, HALF_TYPES, canonical_dtype
 from cupyinfer.errors import ArgumentError, ArgumentTypeError, CupyInferError
 from cupyinfer.interop import ArrayView, Device, as_view, empty_output, use_device
 from cupyinfer.schedule.geometry import check_flag
 from cupyinfer.schedule.profile import HOST_PROFILE, DeviceProfile
 
 #: Arguments of the request functions that a call supplies.
-_SET_BY_CALL = ("kv_layout", "q_data_type", "head_dim_vo", "data_type", "copy_pages")
+_SET_BY_CALL = ("kv_layout", "q_data_type", "head_dim_vo", "data_type", "o_data_type", "copy_pages")
 #: The array that what the request functions call so comes from.
 _COMES_FROM = {
     "num_qo_heads": "q",
@@ -51,19 +51,21 @@ def _in_own_words(set_by_call: Iterable[str], options: Mapping[str, Any], functi
         raise type(error)(f"{_COMES_FROM[name]}: {name}{rest}") from None
 
 
-def _check_types(q: ArrayView, k: ArrayView, v: ArrayView, kv_data_type: Any) -> str:
-    """The element type of the keys and values: that of `k`, unless the caller says what bytes stand for."""
-    if q.dtype not in HALF_TYPES:
-        raise ArgumentTypeError(f"q: got {q.dtype}, expected one of {', '.join(HALF_TYPES)}")
+def _check_types(q: ArrayView, k: ArrayView, v: ArrayView, q_data_type: Any, kv_data_type: Any, q_types: Sequence[str]) -> tuple[str, str]:
+    """Element types of the queries, of `q_types`, and of keys and values: the arrays' own, unless the caller says what bytes stand for."""
+    if q_data_type is None and q.dtype not in q_types:
+        raise ArgumentTypeError(f"q: got {q.dtype}, expected one of {', '.join(q_types)}")
+    q_type = q.dtype if q_data_type is None else canonical_dtype(q_data_type, "q_data_type", tuple(q_types))
     known = (*HALF_TYPES, *FP8_TYPES)
     if kv_data_type is None:
         if k.dtype not in known:
             raise ArgumentTypeError(f"k: got {k.dtype}, expected one of {', '.join(known)}; fp8 as bytes needs kv_data_type")
-        if k.dtype in HALF_TYPES and k.dtype != q.dtype:
-            raise ArgumentTypeError(f"k: got {k.dtype} for {q.dtype} queries; 16-bit keys have the queries' type")
+        if k.dtype != q_type and (k.dtype in HALF_TYPES or q_type == FP8_QUERY_TYPE):
+            kind = "16-bit keys" if k.dtype in HALF_TYPES else "their keys"
+            raise ArgumentTypeError(f"k: got {k.dtype} for {q_type} queries; {kind} have the queries' type")
     if kv_data_type is None and v.dtype != k.dtype:
         raise ArgumentTypeError(f"v: got {v.dtype}, k is {k.dtype}; both have one element type")
-    return k.dtype if kv_data_type is None else canonical_dtype(kv_data_type, "kv_data_type", known)
+    return q_type, k.dtype if kv_data_type is None else canonical_dtype(kv_data_type, "kv_data_type", known)
 
 
 @checked_call
@@ -101,7 +103,7 @@ def single_decode_with_kv_cache(
     kv_len, num_kv_heads = keys.shape[:2][::-1] if heads_first else keys.shape[:2]
     # All keys are one page: a single row of the page table, read through a four-dimensional view.
     pages = tuple(view._replace(shape=(1, *view.shape), strides=(0, *view.strides)) for view in (keys, values))
-    kv_type = _check_types(query, keys, values, kv_data_type)
+    q_type, kv_type = _check_types(query, keys, values, None, kv_data_type, HALF_TYPES)
     with _in_own_words(_SET_BY_CALL, options, "single_decode_with_kv_cache"):
         request = decode_request(
             [0, min(kv_len, 1)],
@@ -112,7 +114,7 @@ def single_decode_with_kv_cache(
             query.shape[1],
             max(kv_len, 1),
             kv_layout=kv_layout,
-            q_data_type=query.dtype,
+            q_data_type=q_type,
             kv_data_type=kv_type,
             head_dim_vo=values.shape[2],
             **options,
@@ -135,8 +137,8 @@ def _one_key(view: ArrayView, heads_first: bool) -> ArrayView:
 @checked_call
 @options_of(ragged_prefill_request, supplied=_SET_BY_CALL)
 def single_prefill_with_kv_cache(
-    q: Any, k: Any, v: Any, kv_layout: str = "NHD", *, return_lse: bool = False, q_scale: float | None = None,
-    k_scale: Any = None, v_scale: Any = None, kv_data_type: Any = None, **options: Any,
+    q: Any, k: Any, v: Any, kv_layout: str = "NHD", *, return_lse: bool = False, q_scale: Any = None, k_scale: Any = None,
+    v_scale: Any = None, q_data_type: Any = None, kv_data_type: Any = None, o_data_type: Any = None, **options: Any,
 ) -> Any:  # fmt: skip
     """Attention of the query tokens of one request.
 
@@ -146,7 +148,10 @@ def single_prefill_with_kv_cache(
         q: [qo_len, num_qo_heads, head_dim_qk].
         k: [kv_len, num_kv_heads, head_dim_qk] (NHD) or [num_kv_heads, kv_len, head_dim_qk] (HND).
         v: the same with head_dim_vo.
-        kv_layout, return_lse, q_scale, k_scale, v_scale, kv_data_type: as for `single_decode_with_kv_cache`.
+        kv_layout, return_lse, k_scale, v_scale, kv_data_type: as for `single_decode_with_kv_cache`.
+        q_scale: as for `BatchPrefillWithRaggedKVCacheWrapper.run`.
+        q_data_type: the queries' element type when q is fp8 bytes in a uint8 array; by default that of q.
+        o_data_type: the output's element type, which fp8 queries need; for others that of q.
         options: causal, custom_mask ([qo_len, kv_len] or flattened), packed_custom_mask, window_left and the rest, as for
             `BatchPrefillWithRaggedKVCacheWrapper.plan`.
 
@@ -166,7 +171,7 @@ def single_prefill_with_kv_cache(
         if tuple(mask.shape) != (query.shape[0], kv_len):
             raise ArgumentError(f"custom_mask: got shape {tuple(mask.shape)}, expected ({query.shape[0]}, {kv_len})")
         mask = mask.reshape(-1)
-    kv_type = _check_types(query, keys, values, kv_data_type)
+    q_type, kv_type = _check_types(query, keys, values, q_data_type, kv_data_type, (*HALF_TYPES, FP8_QUERY_TYPE))
     with _in_own_words(_SET_BY_CALL, options, "single_prefill_with_kv_cache"):
         request = ragged_prefill_request(
             [0, query.shape[0]],
@@ -175,8 +180,9 @@ def single_prefill_with_kv_cache(
             num_kv_heads,
             query.shape[2],
             kv_layout=kv_layout,
-            q_data_type=query.dtype,
+            q_data_type=q_type,
             kv_data_type=kv_type,
+            o_data_type=o_data_type,
             head_dim_vo=values.shape[2],
             custom_mask=mask,
             **options,
@@ -224,6 +230,6 @@ def _planned_and_run(
         return plan.run(q, k, v, return_lse=return_lse, **scales)
     # One token in, one token out: the token dimension exists only on the way.
     one_token = query._replace(shape=(1, *query.shape), strides=(0, *query.strides))
-    out = empty_output((query.shape[0], request.options.head_dim_vo), request.options.q_dtype, device)
+    out = empty_output((query.shape[0], request.options.head_dim_vo), request.options.o_dtype, device)
     lse = empty_output((query.shape[0],), "float32", device) if return_lse else None
     return plan.run_single(q, one_token, k, v, out, lse, scales)

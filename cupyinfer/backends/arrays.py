@@ -47,11 +47,13 @@ class RunArrays(NamedTuple):
 
 
 class RunScales(NamedTuple):
-    """Factors of one run: floats for the whole tensor, float32 arrays of one value per KV head."""
+    """Factors of one run: floats for the whole tensor, float32 arrays of one value per KV head; of q one per query head, or None
+    where its factor is in sm_scale."""
 
     sm_scale: float
     k_scale: float | ArrayView
     v_scale: float | ArrayView
+    q_scale: ArrayView | None = None
 
 
 def row_strides(view: ArrayView, argument: str, itemsize: int) -> tuple[int, ...]:
@@ -82,8 +84,8 @@ def check_row_alignment(view: ArrayView, argument: str) -> None:
         )
 
 
-def per_head_scale(values: ArrayView, argument: str, num_kv_heads: int) -> ArrayView:
-    """Check one float32 factor per KV head.
+def per_head_scale(values: ArrayView, argument: str, num_heads: int) -> ArrayView:
+    """Check one float32 factor per head.
 
     Raises:
         ArgumentTypeError: not float32.
@@ -92,10 +94,11 @@ def per_head_scale(values: ArrayView, argument: str, num_kv_heads: int) -> Array
     """
     if values.dtype != "float32":
         raise ArgumentTypeError(f"{argument}: got {values.dtype}, expected a float or a float32 array")
-    if values.shape != (num_kv_heads,) or (num_kv_heads > 1 and values.strides[0] != 1):
-        raise ArgumentError(f"{argument}: got shape {values.shape}, expected contiguous ({num_kv_heads},), one per KV head")
+    if values.shape != (num_heads,) or (num_heads > 1 and values.strides[0] != 1):
+        kind = "query" if argument == "q_scale" else "KV"
+        raise ArgumentError(f"{argument}: got shape {values.shape}, expected contiguous ({num_heads},), one per {kind} head")
     if values.device.kind == "cpu":
-        factors, positive = numpy_array(values), argument == "k_scale"
+        factors, positive = numpy_array(values), argument != "v_scale"
         wrong = ~np.isfinite(factors) | (factors <= 0 if positive else False)
         if wrong.any():
             at = int(wrong.argmax())

@@ -163,7 +163,8 @@ class Fa2Launcher:
         """Write what a kernel needs of the arrays besides addresses and strides; fa2 needs nothing."""
 
     def _set_scales(self, scales: RunScales) -> None:
-        sm_scale, k_scale, v_scale = scales
+        sm_scale, k_scale, v_scale, q_scale = scales
+        self._set("q_scale", 0 if q_scale is None else q_scale.ptr)
         if isinstance(k_scale, ArrayView):
             self._set("k_scale", k_scale.ptr)
         else:
@@ -178,7 +179,7 @@ class Fa2Launcher:
             self._set("v_scale", 0)
             self._set("v_scale_tensor", np.float32(v_scale))
         # Arrays of scales are the caller's, not to be kept alive from run to run.
-        self._scales = None if isinstance(k_scale, ArrayView) or isinstance(v_scale, ArrayView) else scales
+        self._scales = None if any(isinstance(scale, ArrayView) for scale in scales[1:]) else scales
 
     def _set(self, name: str, value: Any) -> None:
         pack_into, offset = _FIELDS[name]

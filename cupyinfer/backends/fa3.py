@@ -11,6 +11,7 @@ from cupyinfer.backends.arrays import RunArrays, RunScales
 from cupyinfer.backends.fa2 import Fa2Kernel, Fa2Launcher, PlanAddresses
 from cupyinfer.backends.params import FA3_PARAMS
 from cupyinfer.backends.tensor_map import MAP_BYTES, CacheShape, RowsShape, cache_map, rows_map
+from cupyinfer.dtypes import itemsize
 from cupyinfer.interop import ArrayView
 from cupyinfer.jit.variant import AttentionVariant
 from cupyinfer.schedule.profile import DeviceProfile
@@ -20,7 +21,7 @@ _BOXES_OFFSET, _K_OFFSET, _V_OFFSET = (FA3_PARAMS.fields[name][1] for name in ("
 _ROWS_OFFSETS = tuple((FA3_PARAMS.fields[f"{name}_boxes"][1], FA3_PARAMS.fields[name][1]) for name in "qo")  # type: ignore[index]
 #: Packed query rows that a box holds: what one warp carries of a consumer.
 _BOX_ROWS = 32
-_NOTHING = CacheShape(64, 1, 1, 1, 0, 0, 0)
+_NOTHING = CacheShape(128, 1, 1, 1, 0, 0, 0)
 
 
 class Fa3Kernel(Fa2Kernel):
@@ -32,12 +33,15 @@ class Fa3Kernel(Fa2Kernel):
         self, variant: AttentionVariant, profile: DeviceProfile, device_id: int, fields: dict[str, Any], scales: RunScales
     ) -> None:
         super().__init__(variant, profile, device_id, fields, scales)
-        self.paged, self.dtype = variant.paged, variant.kv_dtype
+        self.paged, self.dtype, self.o_dtype = variant.paged, variant.kv_dtype, variant.o_dtype
         group_size = int(fields["group_size"])
         #: Heads and tokens of a box of packed rows; None where groups do not fill one.
         self.rows_box = (group_size, _BOX_ROWS // group_size) if _BOX_ROWS % group_size == 0 else None
         self.num_kv_heads, self.page_size = int(fields["num_kv_heads"]), int(fields["page_size"])
         self.box_rows = min(self.page_size, self.config.kv_tile) if self.paged else self.config.kv_tile
+        # fp8 heads that are no multiple of 128 bytes are copied in blocks of 64, see kBlockRowBytes of fa3_layout.cuh.
+        widths = variant.head_dim_qk, variant.head_dim_vo
+        self.box_bytes = 128 if all(width * itemsize(self.dtype) % 128 == 0 for width in widths) else 64
 
 
 class Fa3Launcher(Fa2Launcher):
@@ -67,7 +71,7 @@ class Fa3Launcher(Fa2Launcher):
         for offset, view, steps in ((_K_OFFSET, k, strides[2:5]), (_V_OFFSET, v, strides[5:8])):
             # A cache without elements is never read, but its map must be a map.
             address, shape = (view.ptr, self._shape(view, steps)) if prod(view.shape) else (self._some_address, _NOTHING)
-            self._bytes[offset : offset + MAP_BYTES] = cache_map(address, shape, box_rows, self._maps.dtype)
+            self._bytes[offset : offset + MAP_BYTES] = cache_map(address, shape, box_rows, self._maps.box_bytes, self._maps.dtype)
         _BOXES.pack_into(self._bytes, _BOXES_OFFSET, box_rows, k.shape[0])
         self._mapped = mapped
 
@@ -75,9 +79,11 @@ class Fa3Launcher(Fa2Launcher):
         box = self._maps.rows_box
         if box is None or not q.shape[0]:
             return
-        for (flag, offset), view, (token, head) in zip(_ROWS_OFFSETS, (q, o), (strides[:2], strides[8:]), strict=True):
+        kinds = (self._maps.dtype, self._maps.box_bytes), (self._maps.o_dtype, 128)
+        arrays = zip(_ROWS_OFFSETS, (q, o), (strides[:2], strides[8:]), kinds, strict=True)
+        for (flag, offset), view, (token, head), (dtype, box_bytes) in arrays:
             num_tokens, num_heads, head_dim = view.shape
-            encoded = rows_map(view.ptr, RowsShape(head_dim, num_heads, num_tokens, head, token), *box, self._maps.dtype)
+            encoded = rows_map(view.ptr, RowsShape(head_dim, num_heads, num_tokens, head, token), *box, box_bytes, dtype)
             # An array that the driver cannot describe, such as one row for many tokens, is moved by threads.
             _FLAG.pack_into(self._bytes, flag, encoded is not None)
             if encoded is not None:

@@ -26,6 +26,7 @@ class HostLauncher:
         float_workspace: the float workspace as uint8, at least `info.float_bytes` long.
         int_workspace: the int workspace as uint8, already holding the plan's records.
         options: further fields of HostProblem that do not change between runs.
+        q_dtype: element type of queries.
         kv_dtype: element type of the cache.
         heads_first: the cache's layout is HND.
         head_dim_vo: width of a row of partial results.
@@ -37,10 +38,12 @@ class HostLauncher:
         float_workspace: npt.NDArray[np.uint8],
         int_workspace: npt.NDArray[np.uint8],
         options: dict[str, Any],
+        q_dtype: str,
         kv_dtype: str,
         heads_first: bool,
         head_dim_vo: int,
     ) -> None:
+        self._q_dtype = numpy_dtype(q_dtype)
         self._kv_dtype = numpy_dtype(kv_dtype)
         self._heads_first = heads_first
 
@@ -66,7 +69,7 @@ class HostLauncher:
         """Run the plan now."""
         run_host(
             HostProblem(
-                q=numpy_array(arrays.q),
+                q=_as_type(arrays.q, self._q_dtype),
                 k=self._cache(arrays.k),
                 v=self._cache(arrays.v),
                 o=numpy_array(arrays.o),
@@ -74,15 +77,20 @@ class HostLauncher:
                 sm_scale=scales.sm_scale,
                 k_scale=_scale(scales.k_scale),
                 v_scale=_scale(scales.v_scale),
+                q_scale=None if scales.q_scale is None else numpy_array(scales.q_scale),
                 **self._fixed,
             )
         )
 
     def _cache(self, view: ArrayView) -> npt.NDArray[Any]:
-        cache = numpy_array(view)
-        if cache.dtype != self._kv_dtype:
-            cache = cache.view(self._kv_dtype)
+        cache = _as_type(view, self._kv_dtype)
         return cache.swapaxes(-3, -2) if self._heads_first else cache
+
+
+def _as_type(view: ArrayView, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    """The array, whose fp8 elements may be called uint8."""
+    array = numpy_array(view)
+    return array if array.dtype == dtype else array.view(dtype)
 
 
 def _scale(scale: float | ArrayView) -> Any:

@@ -41,7 +41,7 @@ class Tile(NamedTuple):
 class HostProblem:
     """Everything one run of the host backend reads and writes.
 
-    Element types: q and o are float16 or bfloat16; k and v are the same or float8_e4m3fn, float8_e5m2.
+    Element types: q and o are float16 or bfloat16; k and v are the same or float8_e4m3fn, float8_e5m2. Or q is float8_e4m3fn like k and v.
 
     Attributes:
         q: [num_tokens, num_qo_heads, head_dim_qk].
@@ -70,6 +70,7 @@ class HostProblem:
         sinks: [num_qo_heads], natural-log logits that join the denominator only.
         k_scale: factor of k, one value or [num_kv_heads].
         v_scale: factor of v, one value or [num_kv_heads].
+        q_scale: factor of q, [num_qo_heads]; None where it is in sm_scale.
         mask: uint8, one packed bit per (query, key) of each request, little-endian within a byte.
     """
 
@@ -97,6 +98,7 @@ class HostProblem:
     sinks: FloatArray | None = None
     k_scale: float | FloatArray = 1.0
     v_scale: float | FloatArray = 1.0
+    q_scale: FloatArray | None = None
     mask: npt.NDArray[np.uint8] | None = None
     unit_step: int = 1
 
@@ -152,7 +154,7 @@ def attend(problem: HostProblem, tile: Tile, kv_head: int, key_begin: int, key_e
     for block_begin in range(key_begin, key_end, _BLOCK_KEYS):
         keys = np.arange(block_begin, min(key_end, block_begin + _BLOCK_KEYS))
         k, v = _gather(problem, tile, kv_head, keys)
-        logits = _logits(problem, q, _rounded(problem, _rotated(problem, k, keys)), kv_head)
+        logits = _logits(problem, q, _rounded(problem, _rotated(problem, k, keys)), heads, kv_head)
         if problem.pos_encoding == "ALIBI" and problem.alibi_slopes is not None:
             distance = (keys[None, :] - positions[:, None]).astype(np.float32)
             logits += problem.alibi_slopes[heads].astype(np.float32)[:, None] * distance
@@ -194,9 +196,11 @@ def _gather(problem: HostProblem, tile: Tile, kv_head: int, keys: npt.NDArray[np
     return problem.k[pages, slots, kv_head].astype(np.float32), problem.v[pages, slots, kv_head].astype(np.float32)
 
 
-def _logits(problem: HostProblem, q: FloatArray, k: FloatArray, kv_head: int) -> FloatArray:
+def _logits(problem: HostProblem, q: FloatArray, k: FloatArray, heads: npt.NDArray[np.int64], kv_head: int) -> FloatArray:
     scale = np.float32(problem.sm_scale) * problem.scale_of(problem.k_scale, kv_head)
     logits: FloatArray = (q @ k.T) * scale
+    if problem.q_scale is not None:
+        logits *= problem.q_scale[heads][:, None]
     if problem.logits_soft_cap > 0:
         cap = np.float32(problem.logits_soft_cap)
         logits = cap * np.tanh(logits / cap)

@@ -8,7 +8,7 @@ import numpy as np
 _POINTERS = (
     "q", "k", "v", "o", "lse",
     "tiles", "cta_work", "merge_groups", "page_indices", "partial_o", "partial_lse",
-    "alibi_slopes", "sinks", "k_scale", "v_scale", "mask",
+    "alibi_slopes", "sinks", "q_scale", "k_scale", "v_scale", "mask",
 )  # fmt: skip
 _STRIDES = (
     "q_stride_token", "q_stride_head",
@@ -36,7 +36,7 @@ FA3_PARAMS = np.dtype(
     {
         "names": ["base", "box_rows", "num_pages", "q_boxes", "o_boxes", "k", "v", "q", "o"],
         "formats": [ATTENTION_PARAMS, np.int32, np.int32, np.int32, np.int32, "V128", "V128", "V128", "V128"],
-        "offsets": [0, 288, 292, 296, 300, 320, 448, 576, 704],
+        "offsets": [0, 296, 300, 304, 308, 320, 448, 576, 704],
         "itemsize": 832,
     }
 )

@@ -34,7 +34,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser("compile", help="fill the kernel cache, with no GPU", description=_DESCRIPTION)
     parser.add_argument("--arch", nargs="+", metavar="ARCH", default=list(ARCHS), help=f"any of {', '.join(ARCHS)} (default: all)")
     parser.add_argument("--head-dim", nargs="+", type=at_least(1), metavar="N", help="only attention kernels of these widths")
-    parser.add_argument("--dtype", nargs="+", metavar="DTYPE", help="only attention kernels of these types: float16, bfloat16")
+    parser.add_argument("--dtype", nargs="+", metavar="DTYPE", help="only attention kernels with outputs of these types: float16, bfloat16")
     parser.add_argument("--kernel", metavar="TEXT", help="only kernels whose name holds this text, such as q16, paged or append")
     parser.add_argument("--jobs", type=at_least(1), metavar="N", help="compiling processes (default: one per CPU)")
     return parser
@@ -69,7 +69,7 @@ def _selected(args: argparse.Namespace, standard: Sequence[KernelVariant]) -> tu
         if isinstance(variant, AttentionVariant):
             if args.head_dim is not None and variant.head_dim_qk not in args.head_dim:
                 continue
-            if dtypes is not None and variant.q_dtype not in dtypes:
+            if dtypes is not None and variant.o_dtype not in dtypes:
                 continue
         if args.kernel is None or args.kernel in str(variant):
             selected.append(variant)

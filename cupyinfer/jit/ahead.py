@@ -12,14 +12,14 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from multiprocessing import get_context
 
-from cupyinfer.dtypes import HALF_TYPES
+from cupyinfer.dtypes import FP8_QUERY_TYPE, HALF_TYPES, itemsize
 from cupyinfer.errors import ArgumentError, CupyInferError
 from cupyinfer.jit.cache import CubinCache, default_cache, write_problem
 from cupyinfer.jit.compiler import CompiledKernel, CompileReport, compile_cubin
 from cupyinfer.jit.source import KernelSource, kernel_source
 from cupyinfer.jit.variant import HELPER_KERNELS, AttentionVariant, HelperVariant, KernelVariant
 from cupyinfer.schedule.profile import profile_for_arch
-from cupyinfer.schedule.tiles import CTA_TILE_Q, FA3_KV_TILES, fa3_tile_qs, max_tile_q
+from cupyinfer.schedule.tiles import CTA_TILE_Q, FA3_TILES, max_tile_q
 
 _STANDARD_HEAD_DIMS = (64, 128, 256)
 
@@ -63,11 +63,16 @@ def standard_variants() -> tuple[KernelVariant, ...]:
 
 def fa3_variants() -> tuple[AttentionVariant, ...]:
     """The Hopper kernels that plain prefill needs, paged and ragged; they exist for `cupyinfer.schedule.tiles.FA3_ARCH` alone."""
-    return tuple(
-        AttentionVariant(dtype, dtype, head_dim_qk, head_dim_vo, cta_tile_q, paged, backend="fa3", kv_tile=kv_tile)
-        for dtype, ((head_dim_qk, head_dim_vo), kv_tiles) in itertools.product(HALF_TYPES, FA3_KV_TILES.items())
-        for cta_tile_q, kv_tile, paged in itertools.product(fa3_tile_qs(head_dim_vo, False), kv_tiles, (True, False))
-    )
+    found = []
+    for o_dtype, q_dtype, paged in itertools.product(HALF_TYPES, (None, FP8_QUERY_TYPE), (True, False)):
+        dtype = q_dtype or o_dtype
+        for (head_dim_qk, head_dim_vo), rows in FA3_TILES[itemsize(dtype)].items():
+            found += [
+                AttentionVariant(dtype, dtype, head_dim_qk, head_dim_vo, tile_q, paged, backend="fa3", kv_tile=kv_tile, o_dtype=o_dtype)
+                for tile_q, kv_tiles in rows.items()
+                for kv_tile in kv_tiles
+            ]
+    return tuple(found)
 
 
 def compile_variants(

@@ -88,6 +88,7 @@ def attention_constants(variant: AttentionVariant, config: TileConfig) -> str:
     lines = (
         _ELEMENT_ENUM,
         f"constexpr Element kQElement = Element::{_ELEMENT[variant.q_dtype]};",
+        f"constexpr Element kOElement = Element::{_ELEMENT[variant.o_dtype]};",
         f"constexpr Element kKvElement = Element::{_ELEMENT[variant.kv_dtype]};",
         f"constexpr int kHeadDimQk = {variant.head_dim_qk}, kHeadDimVo = {variant.head_dim_vo};",
         f"constexpr int kCtaTileQ = {config.cta_tile_q}, kKvTile = {config.kv_tile}, "

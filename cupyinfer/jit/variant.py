@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cupyinfer.dtypes import FP8_TYPES, HALF_TYPES, itemsize
+from cupyinfer.dtypes import FP8_QUERY_TYPE, FP8_TYPES, HALF_TYPES, itemsize
 from cupyinfer.errors import ArgumentError
 from cupyinfer.jit.user_variant import UserVariant
 from cupyinfer.schedule.tiles import (
     CTA_TILE_Q,
-    FA3_KV_TILES,
+    FA3_TILES,
     TileConfig,
     check_head_dims,
     fa3_kv_tiles,
@@ -30,8 +30,8 @@ class AttentionVariant:
     """One attention kernel: the fields are its compile-time constants. Causal, windows, scales, sinks and LSE are run-time values.
 
     Attributes:
-        q_dtype: element type of q and o, "float16" or "bfloat16".
-        kv_dtype: element type of the cache, q_dtype or an fp8 type.
+        q_dtype: element type of q, "float16" or "bfloat16"; for fa3 also "float8_e4m3fn".
+        kv_dtype: element type of the cache, q_dtype or, with 16-bit queries, an fp8 type.
         head_dim_qk: width of q and k in elements.
         head_dim_vo: width of v and o in elements.
         cta_tile_q: packed query rows per tile.
@@ -41,7 +41,8 @@ class AttentionVariant:
         pos_encoding: one of POS_ENCODINGS.
         user: CUDA source that changes the attention, or None.
         backend: "fa2", or "fa3" for the Hopper prefill kernel.
-        kv_tile: keys per tile of an fa3 kernel, by default the first choice of FA3_KV_TILES; None for fa2, whose tiles follow.
+        kv_tile: keys per tile of an fa3 kernel, by default the first choice of FA3_TILES; None for fa2, whose tiles follow.
+        o_dtype: element type of o, "float16" or "bfloat16"; by default that of 16-bit queries.
     """
 
     q_dtype: str
@@ -56,21 +57,28 @@ class AttentionVariant:
     user: UserVariant | None = None
     backend: str = "fa2"
     kv_tile: int | None = None
+    o_dtype: str = ""
 
     def __post_init__(self) -> None:
-        if self.q_dtype not in HALF_TYPES:
-            raise ArgumentError(f"q_dtype: got {self.q_dtype}, queries are float16 or bfloat16")
-        if self.kv_dtype != self.q_dtype and self.kv_dtype not in FP8_TYPES:
+        if self.q_dtype == FP8_QUERY_TYPE:
+            self._check_fp8()
+        elif self.q_dtype not in HALF_TYPES:
+            raise ArgumentError(f"q_dtype: got {self.q_dtype}, queries are float16 or bfloat16, for fa3 also {FP8_QUERY_TYPE}")
+        elif self.o_dtype not in ("", self.q_dtype):
+            raise ArgumentError(f"o_dtype: got {self.o_dtype}, outputs of {self.q_dtype} queries are {self.q_dtype}")
+        elif self.kv_dtype != self.q_dtype and self.kv_dtype not in FP8_TYPES:
             raise ArgumentError(
                 f"kv_dtype: got {self.kv_dtype}, a cache is {self.q_dtype} like its queries or one of {', '.join(FP8_TYPES)}"
             )
+        object.__setattr__(self, "o_dtype", self.o_dtype or self.q_dtype)
         check_head_dims(self.head_dim_qk, self.head_dim_vo)
         if self.backend == "fa3":
-            rows = fa3_tile_qs(self.head_dim_vo, self.transforms_logits)
+            widths = self.head_dim_qk, self.head_dim_vo
+            kv_tile = fa3_tile_config(self.cta_tile_q, *widths, self.kv_tile, itemsize(self.kv_dtype)).kv_tile
+            rows = fa3_tile_qs(*widths, 1, self.transforms_logits, itemsize(self.kv_dtype))
             if self.cta_tile_q not in rows:
                 raise ArgumentError(f"cta_tile_q: got {self.cta_tile_q}, this fa3 kernel has tiles of {' or '.join(map(str, rows))} rows")
-            kv_tile = fa3_tile_config(self.cta_tile_q, self.head_dim_qk, self.head_dim_vo, self.kv_tile).kv_tile
-            if kv_tile not in fa3_kv_tiles(self.head_dim_qk, self.head_dim_vo, 1, self.transforms_logits):
+            if kv_tile not in fa3_kv_tiles(self.cta_tile_q, *widths, 1, self.transforms_logits, itemsize(self.kv_dtype)):
                 raise ArgumentError(f"kv_tile: got {self.kv_tile}, a tile of so many keys has no room for a soft cap or ALiBi")
             object.__setattr__(self, "kv_tile", kv_tile)  # one value per kernel, whether it was named or not
         elif self.kv_tile is not None:
@@ -82,9 +90,19 @@ class AttentionVariant:
         if self.pos_encoding not in POS_ENCODINGS:
             raise ArgumentError(f"pos_encoding_mode: got {self.pos_encoding}, expected one of {', '.join(POS_ENCODINGS)}")
 
+    def _check_fp8(self) -> None:
+        if self.backend != "fa3":
+            raise ArgumentError(f"q_dtype: got {self.q_dtype} for {self.backend}, which takes float16 and bfloat16 queries")
+        if self.kv_dtype != self.q_dtype:
+            raise ArgumentError(f"kv_dtype: got {self.kv_dtype}, a cache of {self.q_dtype} queries has their type")
+        if self.o_dtype not in HALF_TYPES:
+            raise ArgumentError(f"o_dtype: got {self.o_dtype}, outputs of {self.q_dtype} queries are float16 or bfloat16")
+
     def __str__(self) -> str:
-        is_first = self.kv_tile is None or self.kv_tile == FA3_KV_TILES[self.head_dim_qk, self.head_dim_vo][0]
+        widths = self.head_dim_qk, self.head_dim_vo
+        is_first = self.kv_tile is None or self.kv_tile == FA3_TILES[itemsize(self.kv_dtype)][widths][self.cta_tile_q][0]
         name = f"{self.backend}_q{self.cta_tile_q}" + ("" if is_first else f"x{self.kv_tile}") + f"_{self.q_dtype}"
+        name += f"_o{self.o_dtype}" if self.o_dtype != self.q_dtype else ""
         name += f"_kv{self.kv_dtype}" if self.kv_dtype != self.q_dtype else ""
         name += f"_d{self.head_dim_qk}" + (f"x{self.head_dim_vo}" if self.head_dim_vo != self.head_dim_qk else "")
         name += "_paged" if self.paged else "_ragged"
@@ -101,7 +119,7 @@ class AttentionVariant:
     def tile_config(self, smem_per_sm: int, smem_per_cta: int) -> TileConfig:
         """Tile shape of this kernel on a GPU with that much shared memory."""
         if self.backend == "fa3":
-            return fa3_tile_config(self.cta_tile_q, self.head_dim_qk, self.head_dim_vo, self.kv_tile)
+            return fa3_tile_config(self.cta_tile_q, self.head_dim_qk, self.head_dim_vo, self.kv_tile, itemsize(self.kv_dtype))
         widths = (self.head_dim_qk, self.head_dim_vo, itemsize(self.kv_dtype))
         rotate_keys = self.pos_encoding == "ROPE_LLAMA"
         return tile_config(self.cta_tile_q, *widths, smem_per_sm, smem_per_cta, rotate_keys, self.transforms_logits)

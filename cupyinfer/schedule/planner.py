@@ -19,7 +19,7 @@ from cupyinfer.schedule.profile import DeviceProfile
 from cupyinfer.schedule.schedule import Schedule, SplitPolicy, make_schedule, make_split_policy
 from cupyinfer.schedule.tiles import (
     FA3_ARCH,
-    FA3_KV_TILES,
+    FA3_TILES,
     TileConfig,
     check_head_dims,
     fa3_kv_tile,
@@ -84,10 +84,9 @@ class PlanShape:
         """True when a request's result must not depend on the rest of the batch."""
         return self.disable_split_kv or self.fixed_split_size is not None
 
-    @cached_property
-    def kv_tiles(self) -> tuple[int, ...]:
-        """Keys per tile among which fa3 chooses by the batch. A choice that must not depend on the batch is the first."""
-        return fa3_kv_tiles(self.head_dim_qk, self.head_dim_vo, self.page_size, self.transforms_logits)
+    def kv_tiles(self, cta_tile_q: int) -> tuple[int, ...]:
+        """Keys per tile of that many rows among which fa3 chooses by the batch. A choice that must not depend on it is the first."""
+        return fa3_kv_tiles(cta_tile_q, self.head_dim_qk, self.head_dim_vo, self.page_size, self.transforms_logits, self.kv_itemsize)
 
     @cached_property
     def _kernels(self) -> dict[tuple[int, int | None, int, int], tuple[TileConfig, SplitPolicy]]:
@@ -105,7 +104,8 @@ class PlanShape:
     def config(self, cta_tile_q: int, profile: DeviceProfile, kv_tile: int | None = None) -> TileConfig:
         """Tile shape of the kernel with that many rows per tile on a GPU; for fa3 also with that many keys, by default the first choice."""
         if self.backend == "fa3":
-            return fa3_tile_config(cta_tile_q, self.head_dim_qk, self.head_dim_vo, self.kv_tiles[0] if kv_tile is None else kv_tile)
+            kv_tile = self.kv_tiles(cta_tile_q)[0] if kv_tile is None else kv_tile
+            return fa3_tile_config(cta_tile_q, self.head_dim_qk, self.head_dim_vo, kv_tile, self.kv_itemsize)
         widths = (self.head_dim_qk, self.head_dim_vo, self.kv_itemsize)
         smem = (profile.smem_per_sm, profile.smem_per_cta)
         return tile_config(cta_tile_q, *widths, *smem, transforms_logits=self.transforms_logits)
@@ -158,7 +158,7 @@ class PlanShape:
     def possible_tile_qs(self) -> tuple[int, ...]:
         """Rows per tile that some batch may get outside of CUDA graphs."""
         if self.backend == "fa3":
-            tile_qs = fa3_tile_qs(self.head_dim_vo, self.transforms_logits)
+            tile_qs = fa3_tile_qs(self.head_dim_qk, self.head_dim_vo, self.page_size, self.transforms_logits, self.kv_itemsize)
             return tile_qs[-1:] if self.invariant else tile_qs
         if self.decode:
             return (16,) if self.group_size <= 16 else (64,)
@@ -264,7 +264,7 @@ def draft_plan(
     tiles = make_tiles(geometry, shape.group_size, tile_q, config.kv_tile, shape.span, mask_begin)
     cuda_graph = graph_limits is not None
     if shape.backend == "fa3" and not cuda_graph and not shape.invariant:
-        kv_tile = fa3_kv_tile(shape.kv_tiles, tiles.keys)
+        kv_tile = fa3_kv_tile(shape.kv_tiles(tile_q), tiles.keys, shape.kv_itemsize)
         if kv_tile != config.kv_tile:
             config, policy = shape.kernel(tile_q, profile, kv_tile)
             tiles = make_tiles(geometry, shape.group_size, tile_q, kv_tile, shape.span, mask_begin)
@@ -317,9 +317,9 @@ def bound(
     """Bytes that suffice for every batch within `limits`, with or without CUDA graphs."""
     float_bytes = int_bytes = 0
     shapes = [replace(shape, transforms_logits=transforms) for transforms in (False, True)]
-    if profile.arch == FA3_ARCH and not shape.decode and (shape.head_dim_qk, shape.head_dim_vo) in FA3_KV_TILES:
+    if profile.arch == FA3_ARCH and not shape.decode and (shape.head_dim_qk, shape.head_dim_vo) in FA3_TILES[shape.kv_itemsize]:
         fa3_shapes = [replace(one, backend="fa3") for one in shapes]
-        shapes += [one for one in fa3_shapes if one.kv_tiles]
+        shapes += [one for one in fa3_shapes if one.possible_tile_qs()]
     for one in shapes:
         for tile_q in one.possible_tile_qs():
             size = measure(one.capacity(one.config(tile_q, profile), profile, limits, num_page_indices, value_bytes))

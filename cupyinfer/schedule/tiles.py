@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -28,20 +29,34 @@ _THREE_CTAS_SMEM = 228 * 1024
 #: Static shared memory of the 16-row kernel besides its table of RoPE frequencies.
 _STATIC_SMEM = 384
 
-#: Query rows an fa3 tile may have, a consumer warpgroup per 64.
-FA3_CTA_TILE_Q = (128, 192)
-#: Choices of keys of an fa3 tile by (head_dim_qk, head_dim_vo): as many as leave two K/V stages room in 227 KB and the logits and weights
-#: of a tile room in the consumers' registers beside the output; first a power of two, so that pages of any power of two fit (at head_dim
-#: 256 plain logits would leave room for 80 keys, capped ones not). A second choice has no registers for a soft cap or ALiBi.
-FA3_KV_TILES = {(64, 64): (128,), (128, 128): (128, 160), (192, 128): (128,), (256, 256): (64,)}
+#: Tiles of the fa3 kernels by bytes per element and (head_dim_qk, head_dim_vo): query rows, a consumer warpgroup per 64, and for each the
+#: choices of keys. Two consumers have 216 to 224 registers a thread, three 160: there a tile's output, logits and packed weights
+#: must find room, without a soft cap or ALiBi, and so there is no 192-row tile for wider 16-bit heads. Of keys the first choice is the
+#: most that also leaves two K/V stages room in 227 KB, a power of two where pages of any power of two would not fit otherwise (at
+#: head_dim 256 plain logits would leave room for 80 keys, capped ones not). A second choice has no registers for a soft cap or ALiBi.
+#: fp8 packs four weights to a register, but has rings of values as copied and as turned, and a bank of outputs (fa3_fp8_bank.cuh); one
+#: warp turns values for all, too slowly for three consumers of wider heads (docs/PREFILL.md).
+FA3_TILES: dict[int, dict[tuple[int, int], dict[int, tuple[int, ...]]]] = {
+    2: {
+        (64, 64): {128: (128,), 192: (128,)},
+        (128, 128): {128: (128, 160)},
+        (192, 128): {128: (128,)},
+        (256, 256): {128: (64,)},
+    },
+    1: {
+        (64, 64): {128: (128,), 192: (128,)},
+        (128, 128): {128: (128, 160)},
+        (192, 128): {128: (128,)},
+        (256, 256): {128: (64,)},
+    },
+}
 FA3_ARCH = "sm_90a"
-#: Widest head with an fa3 tile of 192 rows: three consumers have 160 registers each, and an output of more columns takes too many.
-_FA3_TALL_HEAD_DIM = 64
 #: Times that tiles of 128 and 192 rows take for as many keys, in one unit. Measured on an H200 at head_dim 64: 418 and 503 TFLOP/s.
 _FA3_TILE_TIME = {128: 4, 192: 5}
 _FA3_STAGES = 2
-#: Time per key of a tile's first choice of keys relative to its second, where no tile holds padding. Measured on an H200 at head_dim 128.
-_FA3_LONG_TILE_GAIN = 1.02
+#: By bytes per element, time per key of a tile's first choice of keys relative to its second, where no tile holds padding. Measured on an
+#: H200 at head_dim 128.
+_FA3_LONG_TILE_GAIN = {2: 1.02, 1: 1.05}
 #: The copy engine's swizzle repeats every 8 rows, so that is the smallest box of a paged cache.
 FA3_LEAST_PAGE = 8
 
@@ -167,9 +182,18 @@ def _prefill_config(
     return best
 
 
-def fa3_tile_qs(head_dim_vo: int, transforms_logits: bool) -> tuple[int, ...]:
-    """Query rows of the fa3 kernels at that width. A soft cap or ALiBi needs the registers of two consumers."""
-    return FA3_CTA_TILE_Q if head_dim_vo <= _FA3_TALL_HEAD_DIM and not transforms_logits else FA3_CTA_TILE_Q[:1]
+def fa3_key_choices(head_dim_qk: int, head_dim_vo: int, transforms_logits: bool, kv_itemsize: int = 2) -> tuple[int, ...]:
+    """Keys that some fa3 tile of that width has."""
+    rows = FA3_TILES[kv_itemsize][head_dim_qk, head_dim_vo]
+    found = (fa3_kv_tiles(cta_tile_q, head_dim_qk, head_dim_vo, 1, transforms_logits, kv_itemsize) for cta_tile_q in rows)
+    return tuple(dict.fromkeys(itertools.chain.from_iterable(found)))
+
+
+@cache
+def fa3_tile_qs(head_dim_qk: int, head_dim_vo: int, page_size: int, transforms_logits: bool, kv_itemsize: int = 2) -> tuple[int, ...]:
+    """Query rows of the fa3 kernels that fit a cache's pages; arguments as for `fa3_kv_tiles`."""
+    rows = FA3_TILES[kv_itemsize][head_dim_qk, head_dim_vo]
+    return tuple(tile_q for tile_q in rows if fa3_kv_tiles(tile_q, head_dim_qk, head_dim_vo, page_size, transforms_logits, kv_itemsize))
 
 
 def fa3_tile_q(tile_qs: tuple[int, ...], num_tiles: Callable[[int], int]) -> int:
@@ -178,34 +202,42 @@ def fa3_tile_q(tile_qs: tuple[int, ...], num_tiles: Callable[[int], int]) -> int
 
 
 @cache
-def fa3_tile_config(cta_tile_q: int, head_dim_qk: int, head_dim_vo: int, kv_tile: int | None = None) -> TileConfig:
+def fa3_tile_config(cta_tile_q: int, head_dim_qk: int, head_dim_vo: int, kv_tile: int | None = None, kv_itemsize: int = 2) -> TileConfig:
     """Shape of one fa3 kernel: one CTA per SM, a producer warpgroup and a consumer warpgroup per 64 query rows.
 
     Args:
-        cta_tile_q: one of FA3_CTA_TILE_Q.
+        cta_tile_q: query rows.
         head_dim_qk: width of queries and keys.
         head_dim_vo: width of values and outputs.
         kv_tile: one of the choices of keys, by default the first.
+        kv_itemsize: bytes per element of cache and queries.
 
     Raises:
-        UnsupportedError: no tile for these widths, or not with that many keys.
+        UnsupportedError: no tile for these widths, or not with that many rows or keys.
     """
-    if (head_dim_qk, head_dim_vo) not in FA3_KV_TILES:
-        raise UnsupportedError(f"head_dim: got {head_dim_qk} (head_dim_vo {head_dim_vo}), fa3 has {', '.join(map(str, FA3_KV_TILES))}")
-    choices = FA3_KV_TILES[head_dim_qk, head_dim_vo]
+    widths = FA3_TILES[kv_itemsize]
+    if (head_dim_qk, head_dim_vo) not in widths:
+        raise UnsupportedError(f"head_dim: got {head_dim_qk} (head_dim_vo {head_dim_vo}), fa3 has {', '.join(map(str, widths))}")
+    rows = widths[head_dim_qk, head_dim_vo]
+    if cta_tile_q not in rows:
+        raise UnsupportedError(f"cta_tile_q: got {cta_tile_q}, fa3 has {', '.join(map(str, rows))} at head_dim {head_dim_qk}")
+    choices = rows[cta_tile_q]
     kv_tile = choices[0] if kv_tile is None else kv_tile
     if kv_tile not in choices:
         raise UnsupportedError(f"kv_tile: got {kv_tile}, fa3 has {', '.join(map(str, choices))} at head_dim {head_dim_qk}")
-    smem = fa3_smem_bytes(cta_tile_q, kv_tile, _FA3_STAGES, head_dim_qk, head_dim_vo)
+    smem = fa3_smem_bytes(cta_tile_q, kv_tile, _FA3_STAGES, head_dim_qk, head_dim_vo, kv_itemsize)
     return TileConfig(cta_tile_q, kv_tile, 4 + cta_tile_q // 16, _FA3_STAGES, smem, 1)
 
 
-def fa3_smem_bytes(cta_tile_q: int, kv_tile: int, num_stages: int, head_dim_qk: int, head_dim_vo: int) -> int:
-    """Shared memory of an fa3 kernel: K/V ring, buffers of query rows that outputs leave from, records."""
-    ring = num_stages * kv_tile * (head_dim_qk + head_dim_vo) * 2
-    row_buffers = 1 if head_dim_qk > 128 else 2 if kv_tile > 128 else 3
-    rows = row_buffers * cta_tile_q * head_dim_qk * 2
-    return ring + rows + 1024 + cta_tile_q * 8 + 1024  # control block; alignment to the swizzle's period
+def fa3_smem_bytes(cta_tile_q: int, kv_tile: int, num_stages: int, head_dim_qk: int, head_dim_vo: int, kv_itemsize: int = 2) -> int:
+    """Shared memory of an fa3 kernel: K/V ring (fp8: a second one of V), buffers of query rows that outputs leave from, records, and of
+    fp8 the bank of outputs."""
+    fp8 = kv_itemsize == 1
+    ring = num_stages * kv_tile * (head_dim_qk + (1 + fp8) * head_dim_vo) * kv_itemsize
+    row_buffers = 1 if head_dim_qk > 128 else 2 if fp8 or kv_tile > 128 else 3
+    rows = row_buffers * cta_tile_q * max(head_dim_qk * kv_itemsize, head_dim_vo * 2)
+    bank = cta_tile_q * head_dim_vo * 2 if fp8 else 0
+    return ring + rows + bank + 1024 + cta_tile_q * 8 + 1024  # control block; alignment to the swizzle's period
 
 
 def fa3_box_rows(page_size: int, kv_tile: int) -> int | None:
@@ -216,32 +248,37 @@ def fa3_box_rows(page_size: int, kv_tile: int) -> int | None:
 
 
 @cache
-def fa3_kv_tiles(head_dim_qk: int, head_dim_vo: int, page_size: int, transforms_logits: bool) -> tuple[int, ...]:
+def fa3_kv_tiles(
+    cta_tile_q: int, head_dim_qk: int, head_dim_vo: int, page_size: int, transforms_logits: bool, kv_itemsize: int = 2
+) -> tuple[int, ...]:
     """Choices of keys per tile that fit a cache's pages.
 
     Args:
-        head_dim_qk: width of queries and keys, with `head_dim_vo` one of FA3_KV_TILES.
+        cta_tile_q: query rows of the tile.
+        head_dim_qk: width of queries and keys, with `head_dim_vo` one of FA3_TILES.
         head_dim_vo: width of values and outputs.
         page_size: keys per page, 1 for ragged caches.
         transforms_logits: a soft cap or ALiBi changes the logits.
+        kv_itemsize: bytes per element of cache and queries.
     """
-    choices = FA3_KV_TILES[head_dim_qk, head_dim_vo]
+    choices = FA3_TILES[kv_itemsize][head_dim_qk, head_dim_vo][cta_tile_q]
     if transforms_logits:
-        choices = choices[:1]
+        choices = choices[:1] if cta_tile_q <= 128 else ()
     return choices if page_size == 1 else tuple(tile for tile in choices if fa3_box_rows(page_size, tile) is not None)
 
 
-def fa3_kv_tile(choices: tuple[int, ...], keys: npt.NDArray[np.integer]) -> int:
+def fa3_kv_tile(choices: tuple[int, ...], keys: npt.NDArray[np.integer], kv_itemsize: int = 2) -> int:
     """Keys per tile for a batch: the second choice, which is faster per key, unless padding eats that up.
 
     Args:
         choices: of `fa3_kv_tiles`.
         keys: [num_tiles] keys of each query tile.
+        kv_itemsize: bytes per element of cache and queries.
     """
     if len(choices) == 1:
         return choices[0]
     first, second = (tile * int((-(-keys // tile)).sum(dtype=np.int64)) for tile in choices)
-    return choices[1] if second <= _FA3_LONG_TILE_GAIN * first else choices[0]
+    return choices[1] if second <= _FA3_LONG_TILE_GAIN[kv_itemsize] * first else choices[0]
 
 
 def max_tile_q(head_dim_vo: int) -> int:

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "tile/fa3_consumer.cuh"
+#include "tile/fa3_fp8_values.cuh"
 #include "tile/fa3_producer.cuh"
 #include "tile/fa3_rows.cuh"
 
@@ -22,7 +23,11 @@ extern "C" __global__ void __launch_bounds__(kCtaThreads, 1) attention(const __g
     if (warp == kKWarp) {
       produce_k(params, shared);
     } else if (warp == kVWarp) {
-      produce_v(params, shared);
+      if constexpr (kQFp8) {
+        produce_turned_v(params, shared);
+      } else {
+        produce_v(params, shared);
+      }
     } else {
       carry_rows(params, shared, (warp - kFirstRowsWarp) * kRowsOfWarp);
     }

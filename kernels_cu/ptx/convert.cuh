@@ -44,3 +44,12 @@ __device__ __forceinline__ unsigned fp8_pair_to_half(unsigned packed) {
 #endif
   }
 }
+
+// Four floats rounded to e4m3, the first in the lowest byte; beyond 448 they become 448.
+__device__ __forceinline__ unsigned pack_e4m3(float x0, float x1, float x2, float x3) {
+  unsigned packed;
+  asm("{.reg .b16 l, h; cvt.rn.satfinite.e4m3x2.f32 l, %2, %1; cvt.rn.satfinite.e4m3x2.f32 h, %4, %3; mov.b32 %0, {l, h};}"
+      : "=r"(packed)
+      : "f"(x0), "f"(x1), "f"(x2), "f"(x3));
+  return packed;
+}

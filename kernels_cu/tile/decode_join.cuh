@@ -51,10 +51,10 @@ __device__ __forceinline__ void write_columns(const AttentionParams& params, con
     unsigned short* o = output_row(params, record.tile, make_row(params, record.tile, record.segment.kv_head, row_in_tile)) + group * 16;
     if constexpr (kFp8) {
       // Even and odd dimensions come from different tiles: together a thread has four neighbours.
-      *reinterpret_cast<uint2*>(o + 4 * c) = {pack_pair<kQElement>(even[0], odd[0]), pack_pair<kQElement>(even[1], odd[1])};
+      *reinterpret_cast<uint2*>(o + 4 * c) = {pack_pair<kOElement>(even[0], odd[0]), pack_pair<kOElement>(even[1], odd[1])};
     } else {
-      *reinterpret_cast<unsigned*>(o + 2 * c) = pack_pair<kQElement>(even[0], even[1]);
-      *reinterpret_cast<unsigned*>(o + 8 + 2 * c) = pack_pair<kQElement>(odd[0], odd[1]);
+      *reinterpret_cast<unsigned*>(o + 2 * c) = pack_pair<kOElement>(even[0], even[1]);
+      *reinterpret_cast<unsigned*>(o + 8 + 2 * c) = pack_pair<kOElement>(odd[0], odd[1]);
     }
   } else {
     long long part = part_row(record.group, record.tile, record.segment) + row_in_tile;

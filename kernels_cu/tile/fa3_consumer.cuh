@@ -2,43 +2,64 @@
 // A consumer warpgroup: 64 query rows against every key of a segment, the softmax of one tile under the products of another.
 #pragma once
 
+#include "ptx/wgmma_fp8.cuh"
+#include "tile/fa3_fp8_bank.cuh"
 #include "tile/fa3_output.cuh"
 
-// Warpgroups take turns to issue products, so that one's softmax runs under the other's. Wide heads have enough products of their own.
-constexpr bool kTakeTurns = kHeadDimVo <= 128;
+// Warpgroups take turns to issue products, so that one's softmax runs under the other's. Wide heads have enough products of their own, and
+// fp8 tiles of 160 keys are 1 to 3% faster without: measured on an H200, 770 TFLOP/s against 764 on 16384 keys, 700 against 678 causal on
+// 4096. Those of 128 keys are not.
+constexpr bool kTakeTurns = kHeadDimVo <= 128 && !(kQFp8 && kKvTile > 128);
 // Whether a warpgroup's exponentials must run under its own product with values. ptxas would move them behind it, and beside one other
 // warpgroup that leaves the tensor cores idle. Three keep them busy in any order, and then the order ptxas finds is 9% faster: measured
 // on an H200 at head_dim 64, 503 TFLOP/s against 460 on 16384 keys. So do two with tiles of 160 keys: 620 against 608 at head_dim 128.
 constexpr bool kExponentialsFirst = kConsumers == 2 && kKvTile <= 128;
-// What is the same for the warpgroups' descriptors; V is summed over its rows, and its column blocks are a tile apart.
-constexpr unsigned long long kRowsAreColumns = wgmma_descriptor_base(16), kRowsAreSummed = wgmma_descriptor_base(kKvBlockBytes);
+// What is the same for the warpgroups' descriptors; V is summed over its rows, and its column blocks are a tile apart. A turned V is
+// summed along its rows, as K is.
+constexpr unsigned long long kRowsAreColumns = wgmma_rows_base<kBlockRowBytes>();
+constexpr unsigned long long kValues = kQFp8 ? wgmma_rows_base<kTurnedRowBytes>() : wgmma_descriptor_base(kKvBlockBytes);
+// Summands of a product are 32 bytes, of a row or (16-bit values) 16 rows.
+constexpr int kStepElements = 32 / kElementBytes, kBlockSteps = kBlockRowBytes / 32, kTurnedSteps = kTurnedRowBytes / 32;
+
+template <bool kFp8, int kColumns>
+struct Product {
+  using Type = Wgmma<kColumns>;
+};
+template <int kColumns>
+struct Product<true, kColumns> {
+  using Type = WgmmaFp8<kColumns>;
+};
 
 __device__ __forceinline__ void multiply_qk(Logits& s, unsigned q_tile, unsigned k_tile) {
   unsigned long long q = wgmma_descriptor(kRowsAreColumns, q_tile), k = wgmma_descriptor(kRowsAreColumns, k_tile);
 #pragma unroll
-  for (int step = 0; step < kHeadDimQk / 16; ++step) {
-    // 16 dims are 32 bytes of a row; four such steps are a block.
-    Wgmma<kKvTile>::smem(s, q + (step / 4 * kQBlockBytes + step % 4 * 32) / 16, k + (step / 4 * kKvBlockBytes + step % 4 * 32) / 16, step > 0);
+  for (int step = 0; step < kHeadDimQk / kStepElements; ++step) {
+    int block = step / kBlockSteps, bytes = step % kBlockSteps * 32;
+    Product<kQFp8, kKvTile>::Type::smem(s, q + (block * kQBlockBytes + bytes) / 16, k + (block * kKvBlockBytes + bytes) / 16, step > 0);
   }
   wgmma_commit();
 }
 
 __device__ __forceinline__ void multiply_pv(Output& o, const Weights& p, unsigned v_tile) {
-  unsigned long long v = wgmma_descriptor(kRowsAreSummed, v_tile);
+  unsigned long long v = wgmma_descriptor(kValues, v_tile);
 #pragma unroll
-  for (int step = 0; step < kKvTile / 16; ++step) Wgmma<kHeadDimVo>::registers(o, p + step * 4, v + step * 16 * kBlockRowBytes / 16, 1);
+  for (int step = 0; step < kKvTile / kStepElements; ++step) {
+    int offset = kQFp8 ? step / kTurnedSteps * kTurnedBlockBytes + step % kTurnedSteps * 32 : step * kStepElements * kBlockRowBytes;
+    Product<kQFp8, kHeadDimVo>::Type::registers(o, p + step * 4, v + offset / 16, 1);
+  }
   wgmma_commit();
 }
 
 struct Consumer {
   const Fa3Params& params;
   Shared shared;
+  OutputBank bank;
   int index, warp;      // of the warpgroup among consumers, of the warp in it
   unsigned count = 0;   // tiles of the CTA whose products are done
   unsigned slot = 0;    // of the current segment
 
   __device__ __forceinline__ Consumer(const Fa3Params& params, const Shared& shared)
-      : params(params), shared(shared), index(threadIdx.x / kWarpgroupThreads - 1), warp(threadIdx.x / 32 % 4) {}
+      : params(params), shared(shared), bank(shared), index(threadIdx.x / kWarpgroupThreads - 1), warp(threadIdx.x / 32 % 4) {}
 
   __device__ __forceinline__ void begin_turn() const {
     if constexpr (kTakeTurns) named_barrier_sync(kTurnBarrier + index, 2 * kWarpgroupThreads);
@@ -61,7 +82,7 @@ struct Consumer {
   // all, and 0 * NaN is NaN.
   __device__ __forceinline__ void clear_unseen_values(const QueuedWork& work, int key_begin, unsigned v_tile) const {
     int first_seen = work.segment.first_seen - key_begin, first_missing = work.tile.kv_len - key_begin;
-    if (first_seen <= 0 && first_missing >= kKvTile) return;
+    if (kQFp8 || (first_seen <= 0 && first_missing >= kKvTile)) return;  // fp8 values were cleared before they were turned
     constexpr int kChunks = kBlockRowBytes / 16;
     for (int idx = threadIdx.x % kWarpgroupThreads; idx < kKvTile * kChunks; idx += kWarpgroupThreads) {
       int key = idx / kChunks;
@@ -80,6 +101,7 @@ struct Consumer {
   __device__ __forceinline__ void begin_segment(const QueuedWork& work, ThreadRows& rows, Logits& s, Weights& p, RowState& state, Output& o) {
     rows = ThreadRows(params.base, work, index, warp);
     state = {{kNoMax, kNoMax}, {0.f, 0.f}};
+    bank.open();
 #pragma unroll
     for (int i = 0; i < kHeadDimVo / 2; ++i) o[i] = 0.f;
     wait_for_queries(slot);
@@ -91,7 +113,7 @@ struct Consumer {
     release(kKEmpty, count);
     finish_logits(params.base, work, index, rows, work.segment.kv_begin, s);
     float rescale[2];
-    update_softmax(exponent_scale(params.base, rows), s, state, rescale);
+    update_softmax(params.base, rows, s, state, rescale);
     pack_weights(s, p);
   }
 
@@ -118,7 +140,7 @@ struct Consumer {
       bind_registers(s);
       release(kKEmpty, count + 1);
       finish_logits(params.base, work, index, rows, key_begin, s);
-      update_softmax(exponent_scale(params.base, rows), s, state, rescale);
+      update_softmax(params.base, rows, s, state, rescale);
       order_before_wait(state);
       wgmma_wait<0>();
       bind_registers(o);
@@ -126,6 +148,7 @@ struct Consumer {
       release(kVEmpty, count);
       pack_weights(s, p);
       rescale_output(o, rescale);
+      if constexpr (kHasBank) bank.deposit(o, state);
       ++count;
     }
   }
@@ -140,6 +163,7 @@ struct Consumer {
     bind_registers(o);
     release(kVEmpty, count);
     ++count;
+    if constexpr (kHasBank) bank.withdraw(o, state);
     if (work.segment.group < 0) {
       sync_warpgroup(index);  // other warps' products may still read the queries that outputs take the place of
       stage(work, o, state);
@@ -171,7 +195,7 @@ struct Consumer {
     release(kKEmpty, count + 1);
     finish_logits(params.base, following, index, rows, following.segment.kv_begin, s);
     float rescale[2];
-    update_softmax(exponent_scale(params.base, rows), s, state, rescale);
+    update_softmax(params.base, rows, s, state, rescale);
     order_before_wait(state);
     wgmma_wait<0>();
     bind_registers(o);
@@ -179,7 +203,11 @@ struct Consumer {
     release(kVEmpty, count);
     pack_weights(s, p);
     ++count;
-    stage(work, o, finished);  // since the turn began, all warps are past the segment's products with keys
+    if constexpr (kHasBank) bank.withdraw(o, finished);
+    bank.open();
+    // Where a turn began, all warps are past the segment's products with keys since.
+    if constexpr (!kTakeTurns) sync_warpgroup(index);
+    stage(work, o, finished);
 #pragma unroll
     for (int i = 0; i < kHeadDimVo / 2; ++i) o[i] = 0.f;
   }

@@ -22,19 +22,32 @@ constexpr int kKWarp = 0, kVWarp = 1, kFirstRowsWarp = 2, kRowsWarps = 2, kRowsO
 // Warps that read a published segment: all but the one that publishes.
 constexpr int kWorkReaders = kConsumerWarps + 1 + kRowsWarps;
 // Registers of a thread after warpgroups have shared them out anew; together they are what the CTA starts with.
-constexpr int kProducerRegisters = kConsumers == 3 ? 32 : kHeadDimVo <= 64 ? 72 : 56;
+constexpr bool kQFp8 = kQElement == Element::kE4m3;
+constexpr bool kFewWeights = kHeadDimVo <= 64 || kQFp8;
+constexpr int kProducerRegisters = kConsumers == 3 ? 32 : kFewWeights ? 72 : 56;
 constexpr bool kFewRegisters = kProducerRegisters < 40;
-constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : kHeadDimVo <= 64 ? 216 : 224;
+constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : kFewWeights ? 216 : 224;
 
-// Operand tiles lie as blocks of 64 columns, 128 bytes to a row, in the 128-byte swizzle that copies and products share.
-constexpr int kBlockColumns = 64, kBlockRowBytes = 128;
+// Operands of products are 16-bit elements, or e4m3 of queries and cache alike.
+constexpr int kElementBytes = kQFp8 ? 1 : 2;
+// Operand tiles lie as blocks of columns, 128 bytes to a row (64 where fp8 heads have no 128), in the swizzle of that width that copies
+// and products share.
+constexpr int kBlockRowBytes = kHeadDimQk * kElementBytes % 128 == 0 && kHeadDimVo * kElementBytes % 128 == 0 ? 128 : 64;
+constexpr int kBlockColumns = kBlockRowBytes / kElementBytes;
 constexpr int kQkBlocks = kHeadDimQk / kBlockColumns, kVoBlocks = kHeadDimVo / kBlockColumns;
 constexpr int kQBlockBytes = kWarpgroupRows * kBlockRowBytes, kKvBlockBytes = kKvTile * kBlockRowBytes;
 constexpr int kQBytes = kQkBlocks * kQBlockBytes;  // of one warpgroup
 constexpr int kKBytes = kQkBlocks * kKvBlockBytes, kVBytes = kVoBlocks * kKvBlockBytes;
+// fp8 values are multiplied from a second tile with the keys of a column side by side, in blocks of as many keys as divide a tile.
+constexpr int kTurnedRowBytes = kKvTile % 128 == 0 ? 128 : kKvTile % 64 == 0 ? 64 : 32;
+constexpr int kTurnedBlockBytes = kHeadDimVo * kTurnedRowBytes;
+// Outputs lie in blocks of 64 columns, 128 bytes to a row.
+constexpr int kOBlockColumns = 64, kOBlockRowBytes = 128, kOBlockBytes = kWarpgroupRows * kOBlockRowBytes;
+constexpr int kOBlocks = kHeadDimVo / kOBlockColumns, kOBytes = kOBlocks * kOBlockBytes;
 // A consumer's rows have as many buffers as shared memory has room for: queries arrive in one, and their outputs leave from it. With two
 // or more, products of the next segment begin before those of this one have ended; wider heads finish one segment before the next.
-constexpr int kQBuffers = kHeadDimQk > 128 ? 1 : kKvTile > 128 ? 2 : 3;
+constexpr int kRowsBytes = kQBytes > kOBytes ? kQBytes : kOBytes;
+constexpr int kQBuffers = kHeadDimQk > 128 ? 1 : kQFp8 || kKvTile > 128 ? 2 : 3;
 constexpr bool kJoinSegments = kQBuffers > 1;
 
 // A segment as the producer hands it on; `valid` is false past the last one.
@@ -54,29 +67,43 @@ constexpr int kWorkSlots = 4;
 enum Barrier { kKFull = 0, kKEmpty = kKFull + kNumStages, kVFull = kKEmpty + kNumStages, kVEmpty = kVFull + kNumStages,
                kWorkFull = kVEmpty + kNumStages, kWorkEmpty = kWorkFull + kWorkSlots,
                // Of each consumer's buffers: queries are there; queries are done with, and outputs are there if the segment has any.
-               kQFull = kWorkEmpty + kWorkSlots, kQDone = kQFull + kConsumers * kQBuffers, kNumBarriers = kQDone + kConsumers * kQBuffers };
+               kQFull = kWorkEmpty + kWorkSlots, kQDone = kQFull + kConsumers * kQBuffers,
+               // fp8 only: copies of V, that one warp turns for all.
+               kVCopied = kQDone + kConsumers * kQBuffers, kNumBarriers = kVCopied + kNumStages };
 
 using Cursor = WorkCursor<false, kFewRegisters>;
+
+// Of a tile's keys, the first that some row sees, and the first that does not exist.
+struct KeyBounds {
+  int first_seen, first_missing;
+};
 
 struct Control {
   unsigned long long barriers[kNumBarriers];
   QueuedWork works[kWorkSlots];
   Cursor cursor;                  // of the warp that publishes
+  KeyBounds copied[kNumStages];   // of the copies of V
   float order[kConsumerThreads];  // written so that exponentials come before a wait, never read
   int is_last;
 };
 
+// Tiles after which fp8 products are taken out of their accumulators, which hold too few bits for long sums.
+constexpr int kBankTiles = 16;
+constexpr bool kHasBank = kQFp8;
+
 // Byte offsets from the first multiple of 1024 in dynamic shared memory.
-constexpr int kKOffset = 0, kVOffset = kKOffset + kNumStages * kKBytes, kQOffset = kVOffset + kNumStages * kVBytes;
-constexpr int kControlOffset = kQOffset + kConsumers * kQBuffers * kQBytes;
+constexpr int kKOffset = 0, kVOffset = kKOffset + kNumStages * kKBytes, kVCopyOffset = kVOffset + kNumStages * kVBytes;
+constexpr int kQOffset = kVCopyOffset + (kQFp8 ? kNumStages * kVBytes : 0);
+constexpr int kBankOffset = kQOffset + kConsumers * kQBuffers * kRowsBytes;
+constexpr int kControlOffset = kBankOffset + (kHasBank ? kCtaTileQ * kHeadDimVo * 2 : 0);
 constexpr int kControlBytes = 1024 + kCtaTileQ * 8, kAlignmentSlack = 1024;
 
 static_assert(sizeof(Control) <= kControlBytes, "the control block has outgrown its place");
 static_assert(kSmemBytes == kControlOffset + kControlBytes + kAlignmentSlack, "fa3_smem_bytes in cupyinfer/schedule/tiles.py says otherwise");
 static_assert(kConsumers == 2 || kConsumers == 3 && !kSoftCap && !kAlibi, "registers are shared out among so many");
 static_assert(kCtaTileQ % kWarpgroupRows == 0 && kCtaThreads == kConsumerThreads + kWarpgroupThreads, "a consumer per 64 rows, and a producer");
-static_assert(kHeadDimVo <= kHeadDimQk, "outputs take the place of queries");
-static_assert(kHeadDimQk % kBlockColumns == 0 && kHeadDimVo % kBlockColumns == 0 && kKvTile % 16 == 0, "tiles are whole blocks");
+static_assert(!kQFp8 || kKvElement == Element::kE4m3, "fp8 queries meet a cache of their own type");
+static_assert(kHeadDimQk % kBlockColumns == 0 && kHeadDimVo % kBlockColumns == 0 && kKvTile % (32 / kElementBytes) == 0, "tiles are whole blocks");
 
 __device__ __forceinline__ int lane_idx() { return threadIdx.x % 32; }
 // The same for warpgroup 0, whose few registers must not hold what follows from it through whole loops: read anew each time.
@@ -100,16 +127,22 @@ struct Shared {
   // Tile `count` of the CTA, counted over all segments, lies in stage count % 2.
   __device__ __forceinline__ unsigned k_tile(unsigned count) const { return base + kKOffset + count % kNumStages * kKBytes; }
   __device__ __forceinline__ unsigned v_tile(unsigned count) const { return base + kVOffset + count % kNumStages * kVBytes; }
+  // Where fp8 values arrive, before they are turned into a V tile.
+  __device__ __forceinline__ unsigned v_copy(unsigned count) const { return base + kVCopyOffset + count % kNumStages * kVBytes; }
   // Queries, and then outputs, of the segment in slot `slot` of the work ring.
   __device__ __forceinline__ int q_buffer(int consumer, unsigned slot) const { return consumer * kQBuffers + slot % kQBuffers; }
-  __device__ __forceinline__ unsigned q_tile(int consumer, unsigned slot) const { return base + kQOffset + q_buffer(consumer, slot) * kQBytes; }
+  __device__ __forceinline__ unsigned q_tile(int consumer, unsigned slot) const { return base + kQOffset + q_buffer(consumer, slot) * kRowsBytes; }
   // The segment in that slot; the slots follow each other in a ring.
   __device__ __forceinline__ QueuedWork& work(unsigned slot) const { return control->works[slot % kWorkSlots]; }
 };
 
-// Byte offset of a 16-byte chunk of a row in a consumer's buffer.
-__device__ __forceinline__ unsigned row_chunk_offset(unsigned row, unsigned chunk) {
-  return chunk / 8 * kQBlockBytes + Swizzle<kBlockRowBytes>::offset(row, chunk % 8);
+// Byte offset of a 16-byte chunk of a row of queries, and of outputs, in a consumer's buffer.
+__device__ __forceinline__ unsigned query_chunk_offset(unsigned row, unsigned chunk) {
+  constexpr unsigned kBlockChunks = kBlockRowBytes / 16;
+  return chunk / kBlockChunks * kQBlockBytes + Swizzle<kBlockRowBytes>::offset(row, chunk % kBlockChunks);
+}
+__device__ __forceinline__ unsigned output_chunk_offset(unsigned row, unsigned chunk) {
+  return chunk / 8 * kOBlockBytes + Swizzle<kOBlockRowBytes>::offset(row, chunk % 8);
 }
 
 // Wait until stage or slot `count` of a ring has been filled, or emptied by the user before.
@@ -125,6 +158,7 @@ __device__ __forceinline__ void init_barriers(const Fa3Params& params, const Sha
   for (int stage = 0; stage < kNumStages; ++stage) {
     mbarrier_init(shared.barrier(kKFull + stage), 1), mbarrier_init(shared.barrier(kKEmpty + stage), kConsumers);
     mbarrier_init(shared.barrier(kVFull + stage), 1), mbarrier_init(shared.barrier(kVEmpty + stage), kConsumers);
+    if (kQFp8) mbarrier_init(shared.barrier(kVCopied + stage), 1);
   }
   for (int slot = 0; slot < kWorkSlots; ++slot) {
     mbarrier_init(shared.barrier(kWorkFull + slot), 1), mbarrier_init(shared.barrier(kWorkEmpty + slot), kWorkReaders);

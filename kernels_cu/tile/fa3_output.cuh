@@ -9,6 +9,13 @@ __device__ __forceinline__ int thread_row(int consumer, int warp, int r) {
   return consumer * kWarpgroupRows + warp * kWarpRows + lane_idx() / 4 + r * 8;
 }
 
+// Accumulators next to each other in a row of output, and how many there are from one such group to the next of the thread's row. fp8
+// products have the even dims of 16 first (see turn_values), so a thread's accumulators of one row are four dims in a row.
+constexpr int kRunDims = kQFp8 ? 4 : 2;
+constexpr int kRuns = kHeadDimVo / (4 * kRunDims);
+// Accumulator `e` of run `run` in thread row `r`.
+__device__ __forceinline__ constexpr int run_element(int run, int r, int e) { return run * 2 * kRunDims + r * 2 + (kQFp8 ? e % 2 * 4 + e / 2 : e); }
+
 // Final rows of one warp to its consumer's buffer, where warpgroup 0 fetches them.
 __device__ __forceinline__ void stage_rows(const AttentionParams& params, const QueuedWork& work, const Output& o, RowState& state, int consumer, int warp,
                                            unsigned buffer) {
@@ -21,11 +28,15 @@ __device__ __forceinline__ void stage_rows(const AttentionParams& params, const 
     Row row = make_row(params, work.tile, work.segment.kv_head, valid ? row_in_tile : 0);
     RowFinish finish = finish_row(params, row, work.segment.kv_head, state.max[r], state.sum[r]);
 #pragma unroll
-    for (int chunk = 0; chunk < kHeadDimVo / 8; ++chunk) {
-      int i = chunk * 4 + r * 2;
-      asm volatile("st.shared.u32 [%0], %1;" ::"r"(buffer + row_chunk_offset(row_in_buffer, chunk) + c * 4),
-                   "r"(pack_pair<kQElement>(o[i] * finish.scale, o[i + 1] * finish.scale))
-                   : "memory");
+    for (int run = 0; run < kRuns; ++run) {
+      auto packed = [&](int e) { return pack_pair<kOElement>(o[run_element(run, r, e)] * finish.scale, o[run_element(run, r, e + 1)] * finish.scale); };
+      if constexpr (kQFp8) {
+        asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(buffer + output_chunk_offset(row_in_buffer, run * 2 + c / 2) + c % 2 * 8), "r"(packed(0)),
+                     "r"(packed(2))
+                     : "memory");
+      } else {
+        asm volatile("st.shared.u32 [%0], %1;" ::"r"(buffer + output_chunk_offset(row_in_buffer, run) + c * 4), "r"(packed(0)) : "memory");
+      }
     }
     if (valid && c == 0) store_lse(params, work.tile, row, finish.lse);
   }
@@ -53,11 +64,15 @@ __device__ __forceinline__ void write_part(const AttentionParams& params, const 
     int row_in_tile = thread_row(consumer, warp, r);
     if (row_in_tile >= work.tile.num_rows) continue;
     RowFinish finish = finish_part(state.max[r], state.sum[r]);
-    float* target = params.partial_o + (first + row_in_tile) * kHeadDimVo + c * 2;
+    float* target = params.partial_o + (first + row_in_tile) * kHeadDimVo + c * kRunDims;
 #pragma unroll
-    for (int chunk = 0; chunk < kHeadDimVo / 8; ++chunk) {
-      int i = chunk * 4 + r * 2;
-      *reinterpret_cast<float2*>(target + chunk * 8) = {o[i] * finish.scale, o[i + 1] * finish.scale};
+    for (int run = 0; run < kRuns; ++run) {
+      auto value = [&](int e) { return o[run_element(run, r, e)] * finish.scale; };
+      if constexpr (kQFp8) {
+        *reinterpret_cast<float4*>(target + run * 16) = {value(0), value(1), value(2), value(3)};
+      } else {
+        *reinterpret_cast<float2*>(target + run * 8) = {value(0), value(1)};
+      }
     }
     if (c == 0) params.partial_lse[first + row_in_tile] = finish.lse;
   }
@@ -137,7 +152,7 @@ __device__ __forceinline__ void merge_rows(const AttentionParams& params, const 
 #pragma unroll
       for (int c = 0; c < kColumns; c += 2) {
         target[(c / kVectorFloats * 32 + lane) * kVectorFloats / 2 + c % kVectorFloats / 2] =
-            pack_pair<kQElement>(sum[r][c] * finish.scale, sum[r][c + 1] * finish.scale);
+            pack_pair<kOElement>(sum[r][c] * finish.scale, sum[r][c + 1] * finish.scale);
       }
       if (lane == 0) store_lse(params, tile, row, finish.lse);
     }

@@ -45,15 +45,12 @@ struct BoxOrigin {
   }
 };
 
-__device__ __forceinline__ int boxes_per_tile(const Fa3Params& params) { return kPaged ? kKvTile / params.box_rows : 1; }
-
 // The warp: start copying a tile of kBlocks column blocks, lane l its l-th box of rows.
 template <int kBlocks>
-__device__ __forceinline__ void copy_tile(const Fa3Params& params, const TensorMap& map, unsigned tile, unsigned barrier, const BoxOrigin& origin, int kv_head,
-                                          int num_boxes) {
+__device__ __forceinline__ void copy_tile(const Fa3Params& params, const TensorMap& map, unsigned tile, unsigned barrier, const BoxOrigin& origin, int kv_head) {
   if (producer_lane() == 0) mbarrier_arrive_expect(barrier, kBlocks * kKvBlockBytes);
   __syncwarp();
-  if (producer_lane() < num_boxes) {
+  if (producer_lane() * params.box_rows < kKvTile) {
     unsigned target = tile + producer_lane() * params.box_rows * kBlockRowBytes;
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
@@ -76,7 +73,6 @@ __device__ __forceinline__ void produce_k(const Fa3Params& params, const Shared&
   }
   __syncwarp();
   unsigned count = 0;
-  int num_boxes = boxes_per_tile(params);
 #pragma unroll 1
   for (unsigned slot = 0; shared.work(slot - 1).valid; ++slot) {
     // No other slot takes its place before it is left, since this warp fills them.
@@ -89,7 +85,7 @@ __device__ __forceinline__ void produce_k(const Fa3Params& params, const Shared&
         // The page table is read one tile ahead.
         BoxOrigin next_origin(params, work, key_begin + kKvTile);
         wait_empty(shared, kKEmpty, count);
-        copy_tile<kQkBlocks>(params, params.k, shared.k_tile(count), shared.barrier(kKFull + count % kNumStages), origin, work.segment.kv_head, num_boxes);
+        copy_tile<kQkBlocks>(params, params.k, shared.k_tile(count), shared.barrier(kKFull + count % kNumStages), origin, work.segment.kv_head);
         origin = next_origin;
         ++count;
       }
@@ -104,7 +100,6 @@ __device__ __forceinline__ void produce_k(const Fa3Params& params, const Shared&
 __device__ __forceinline__ void produce_v(const Fa3Params& params, const Shared& shared) {
   if (producer_lane() == 0) tma_prefetch_map(params.v);
   unsigned count = 0;
-  int num_boxes = boxes_per_tile(params);
 #pragma unroll 1
   for (unsigned slot = 0;; ++slot) {
     const QueuedWork& work = wait_for_work(shared, slot);
@@ -115,7 +110,7 @@ __device__ __forceinline__ void produce_v(const Fa3Params& params, const Shared&
     for (; key_begin < work.segment.kv_end; key_begin += kKvTile, ++count) {
       BoxOrigin next_origin(params, work, key_begin + kKvTile);
       wait_empty(shared, kVEmpty, count);
-      copy_tile<kVoBlocks>(params, params.v, shared.v_tile(count), shared.barrier(kVFull + count % kNumStages), origin, work.segment.kv_head, num_boxes);
+      copy_tile<kVoBlocks>(params, params.v, shared.v_tile(count), shared.barrier(kVFull + count % kNumStages), origin, work.segment.kv_head);
       origin = next_origin;
     }
     release_work(shared, slot);

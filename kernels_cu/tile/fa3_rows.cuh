@@ -6,7 +6,7 @@
 #include "tile/fa3_layout.cuh"
 
 static_assert(kRowsOfWarp == 32, "a lane knows where a row lies");
-constexpr int kRowsBoxBytes = kRowsOfWarp * kBlockRowBytes;
+constexpr int kQueryBoxBytes = kRowsOfWarp * kBlockRowBytes;
 
 // Where the box of packed rows from `row_begin` of a consumer on lies. A group divides 32, and so does it every first row.
 struct RowsOrigin {
@@ -24,7 +24,7 @@ __device__ __forceinline__ void load_query_rows(const Fa3Params& params, const Q
   if (params.q_boxes) {
     if (lane == 0) {
       RowsOrigin origin(base, work, first_row);
-      mbarrier_arrive_expect(full, kQkBlocks * kRowsBoxBytes);
+      mbarrier_arrive_expect(full, kQkBlocks * kQueryBoxBytes);
 #pragma unroll
       for (int block = 0; block < kQkBlocks; ++block) {
         tma_load_3d(buffer + block * kQBlockBytes + row_begin * kBlockRowBytes, params.q, full, block * kBlockColumns, origin.head, origin.token);
@@ -32,18 +32,17 @@ __device__ __forceinline__ void load_query_rows(const Fa3Params& params, const Q
     }
     return;
   }
-  constexpr int kChunks = kHeadDimQk / 8, kUnroll = kFewRegisters ? 1 : 4;
+  constexpr int kChunks = kHeadDimQk * kElementBytes / 16, kUnroll = kFewRegisters ? 1 : 4;
   int num_rows = work.tile.num_rows - first_row;
   // Lanes past the last row stand for it: an address that is not read must be one that exists.
   Row lane_row = make_row(base, work.tile, work.segment.kv_head, min(first_row + lane, work.tile.num_rows - 1));
-  const unsigned short* lane_source = static_cast<const unsigned short*>(base.q) +
-                                      (static_cast<long long>(work.tile.q_begin) + lane_row.token) * base.q_stride_token +
-                                      lane_row.head * base.q_stride_head;
+  long long lane_offset = (static_cast<long long>(work.tile.q_begin) + lane_row.token) * base.q_stride_token + lane_row.head * base.q_stride_head;
+  const unsigned char* lane_source = static_cast<const unsigned char*>(base.q) + lane_offset * kElementBytes;
 #pragma unroll kUnroll
   for (int step = 0; step < kChunks; ++step) {
     int idx = step * 32 + lane, row = idx / kChunks, chunk = idx % kChunks;
     const uint4* source = reinterpret_cast<const uint4*>(__shfl_sync(kFullWarp, reinterpret_cast<long long>(lane_source), row)) + chunk;
-    cp_async_16(buffer + row_chunk_offset(row_begin + row, chunk), source, row < num_rows);
+    cp_async_16(buffer + query_chunk_offset(row_begin + row, chunk), source, row < num_rows);
   }
   cp_async_arrive(full);
 }
@@ -56,8 +55,8 @@ __device__ __forceinline__ void store_output_rows(const Fa3Params& params, const
     if (lane == 0) {
       RowsOrigin origin(base, work, first_row);
 #pragma unroll
-      for (int block = 0; block < kVoBlocks; ++block) {
-        tma_store_3d(buffer + block * kQBlockBytes + row_begin * kBlockRowBytes, params.o, block * kBlockColumns, origin.head, origin.token);
+      for (int block = 0; block < kOBlocks; ++block) {
+        tma_store_3d(buffer + block * kOBlockBytes + row_begin * kOBlockRowBytes, params.o, block * kOBlockColumns, origin.head, origin.token);
       }
       tma_wait_stores_read();
     }
@@ -68,7 +67,7 @@ __device__ __forceinline__ void store_output_rows(const Fa3Params& params, const
     for (int step = 0; step < kChunks; ++step) {
       int idx = step * 32 + lane, row = idx / kChunks, chunk = idx % kChunks;
       uint4* target = reinterpret_cast<uint4*>(__shfl_sync(kFullWarp, lane_target, row)) + chunk;
-      if (row < num_rows) *target = *static_cast<const uint4*>(__cvta_shared_to_generic(buffer + row_chunk_offset(row_begin + row, chunk)));
+      if (row < num_rows) *target = *static_cast<const uint4*>(__cvta_shared_to_generic(buffer + output_chunk_offset(row_begin + row, chunk)));
     }
     fence_async_proxy();
   }

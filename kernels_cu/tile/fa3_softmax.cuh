@@ -9,20 +9,25 @@
 
 // Stands for the maximum of a row that has seen no key: finite, so that -inf minus it is still -inf.
 constexpr float kNoMax = -1e30f;
-// Growth of a row's maximum, in powers of two, that exponentials take on before sums and output are rescaled. Half holds 2^8.
-constexpr float kLazyGrowth = 8.f;
+// How far a row's reference lies below its maximum when it is set, in powers of two, and how far at most before sums and output are
+// rescaled: half holds 2^8. So does e4m3, but with few bits: there the largest weight is 2^8 always, exactly, and weights down to 2^-18 of
+// it are kept.
+constexpr float kReferenceDepth = kQFp8 ? 8.f : 0.f, kLargestDepth = 8.f;
 // A scale of zero would turn a masked -inf into NaN.
 constexpr float kLeastScale = 1e-30f;
 
 // A thread holds rows g and g + 8 of its warp's 16: element i of an accumulator belongs to thread row i / 2 % 2.
 using Logits = float[kKvTile / 2];
 using Output = float[kHeadDimVo / 2];
-using Weights = unsigned[kKvTile / 4];
+using Weights = unsigned[kKvTile * kElementBytes / 8];
+
+// fp8 queries may have a factor for each head, and so for each row.
+constexpr int kRowScales = kQFp8 ? 2 : 1;
 
 // What a thread knows of a segment's tile while it walks the keys.
 struct ThreadRows {
   int lo[2], hi[2];          // keys its rows see
-  float scale;               // of raw products, into a soft cap's tanh or the log2 domain
+  float scale[kRowScales];   // of raw products, into a soft cap's tanh or the log2 domain
   float slope[2];            // ALiBi, in the log2 domain
   int position[2];
 
@@ -37,20 +42,23 @@ struct ThreadRows {
       lo[r] = row.lo, hi[r] = min(row.hi, last_key);
       slope[r] = kAlibi && row_in_tile < tile.num_rows ? __ldg(params.alibi_slopes + row.head) * kLog2E : 0.f;
       position[r] = row.position;
+      if constexpr (kQFp8) scale[r] = params.q_scale != nullptr && row_in_tile < tile.num_rows ? __ldg(params.q_scale + row.head) : 1.f;
     }
     float logit_scale = params.sm_scale * (params.k_scale != nullptr ? __ldg(params.k_scale + kv_head) : 1.f);
-    scale = fmaxf(kSoftCap ? logit_scale / params.logits_soft_cap : logit_scale * kLog2E, kLeastScale);
+    logit_scale = kSoftCap ? logit_scale / params.logits_soft_cap : logit_scale * kLog2E;
+#pragma unroll
+    for (int r = 0; r < kRowScales; ++r) scale[r] = fmaxf(kQFp8 ? logit_scale * scale[r] : logit_scale, kLeastScale);
   }
 };
 
 struct RowState {
-  float max[2];  // reference of the exponentials in the log2 domain, at most kLazyGrowth below the true maximum
+  float max[2];  // reference of the exponentials in the log2 domain, at most kLargestDepth below the true maximum
   float sum[2];  // this thread's share of the sum of exponentials
 };
 
-// From what finish_logits leaves to the log2 domain: a factor that the exponent applies.
-__device__ __forceinline__ float exponent_scale(const AttentionParams& params, const ThreadRows& rows) {
-  return kAlibi ? 1.f : kSoftCap ? params.logits_soft_cap * kLog2E : rows.scale;
+// From what finish_logits leaves of thread row `r` to the log2 domain: a factor that the exponent applies.
+__device__ __forceinline__ float exponent_scale(const AttentionParams& params, const ThreadRows& rows, int r) {
+  return kAlibi ? 1.f : kSoftCap ? params.logits_soft_cap * kLog2E : rows.scale[r % kRowScales];
 }
 
 // Raw products to logits, up to exponent_scale: soft cap and ALiBi, then -inf for the keys that a row does not see.
@@ -59,14 +67,16 @@ __device__ __forceinline__ void finish_logits(const AttentionParams& params, con
   int lane_key = key_begin + lane_idx() % 4 * 2;
   if constexpr (kSoftCap) {
 #pragma unroll
-    for (int i = 0; i < kKvTile / 2; ++i) s[i] = tanh_ex2(s[i] * rows.scale);
+    for (int i = 0; i < kKvTile / 2; ++i) s[i] = tanh_ex2(s[i] * rows.scale[i / 2 % 2 % kRowScales]);
   }
   if constexpr (kAlibi) {
-    float scale = kSoftCap ? params.logits_soft_cap * kLog2E : rows.scale;
     // One conversion per row: distances in a tile are exact in float.
     float distance[2] = {static_cast<float>(lane_key - rows.position[0]), static_cast<float>(lane_key - rows.position[1])};
 #pragma unroll
-    for (int i = 0; i < kKvTile / 2; ++i) s[i] = fmaf(s[i], scale, rows.slope[i / 2 % 2] * (distance[i / 2 % 2] + (i / 4 * 8 + i % 2)));
+    for (int i = 0; i < kKvTile / 2; ++i) {
+      float scale = kSoftCap ? params.logits_soft_cap * kLog2E : rows.scale[i / 2 % 2 % kRowScales];
+      s[i] = fmaf(s[i], scale, rows.slope[i / 2 % 2] * (distance[i / 2 % 2] + (i / 4 * 8 + i % 2)));
+    }
   }
   if (key_begin < work.seen_from[consumer] || key_begin + kKvTile - 1 > work.seen_to[consumer]) {
     // Few tiles come here, so where accumulators fill the registers the bounds are found anew.
@@ -88,7 +98,10 @@ __device__ __forceinline__ void finish_logits(const AttentionParams& params, con
 
 // Take the logits of a tile into the running maximum and sum, and make them exponentials. `rescale` brings what was summed before to
 // the new maximum.
-__device__ __forceinline__ void update_softmax(float scale, Logits& s, RowState& state, float (&rescale)[2]) {
+__device__ __forceinline__ void update_softmax(const AttentionParams& params, const ThreadRows& rows, Logits& s, RowState& state, float (&rescale)[2]) {
+  float scale[kRowScales];
+#pragma unroll
+  for (int r = 0; r < kRowScales; ++r) scale[r] = exponent_scale(params, rows, r);
   // Two chains per row, so that neighbouring operations do not wait for each other.
   float largest[2][2], sum[2][2];
 #pragma unroll
@@ -101,13 +114,14 @@ __device__ __forceinline__ void update_softmax(float scale, Logits& s, RowState&
     x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, 1));
     x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, 2));
     // A reference a little below the maximum is as good, and most tiles then leave the output as it is.
-    float new_max = x * scale > state.max[r] + kLazyGrowth ? x * scale : state.max[r];
+    float scaled = x * scale[r % kRowScales];
+    float new_max = scaled > state.max[r] + kLargestDepth ? scaled - kReferenceDepth : state.max[r];
     rescale[r] = ex2(state.max[r] - new_max);
     state.max[r] = new_max;
   }
 #pragma unroll
   for (int i = 0; i < kKvTile / 2; ++i) {
-    s[i] = ex2(fmaf(s[i], scale, -state.max[i / 2 % 2]));
+    s[i] = ex2(fmaf(s[i], scale[i / 2 % 2 % kRowScales], -state.max[i / 2 % 2]));
     if (i < 4) {
       sum[i / 2][i % 2] = s[i];
     } else {
@@ -120,8 +134,17 @@ __device__ __forceinline__ void update_softmax(float scale, Logits& s, RowState&
 
 // Exponentials as the left operand of a product: chunk j of 16 keys is weights 4j .. 4j + 3, with no exchange between threads.
 __device__ __forceinline__ void pack_weights(const Logits& s, Weights& p) {
+  if constexpr (kQFp8) {
+    // Of 16 keys a thread holds columns 2c, 2c + 1, 2c + 8 and 2c + 9, and the product sums them as 4c to 4c + 3: turned values lie so.
 #pragma unroll
-  for (int i = 0; i < kKvTile / 4; ++i) p[i] = pack_pair<kMmaElement>(s[2 * i], s[2 * i + 1]);
+    for (int i = 0; i < kKvTile / 8; ++i) {
+      int first = i / 2 * 8 + i % 2 * 2;
+      p[i] = pack_e4m3(s[first], s[first + 1], s[first + 4], s[first + 5]);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kKvTile / 4; ++i) p[i] = pack_pair<kMmaElement>(s[2 * i], s[2 * i + 1]);
+  }
 }
 
 // No product may be in flight.

@@ -121,7 +121,7 @@ __device__ __forceinline__ void merge_columns(const AttentionParams& params, con
       sum.y = user_output(params, tile, row, column + 1, sum.y * finish.scale);
       finish.scale = 1.f;
     }
-    *reinterpret_cast<unsigned*>(output_row(params, tile, row) + column) = pack_pair<kQElement>(sum.x * finish.scale, sum.y * finish.scale);
+    *reinterpret_cast<unsigned*>(output_row(params, tile, row) + column) = pack_pair<kOElement>(sum.x * finish.scale, sum.y * finish.scale);
     if (column == 0) store_lse(params, tile, row, finish.lse);
   }
 }

@@ -48,7 +48,7 @@ __device__ __forceinline__ void write_direct(const AttentionParams& params, cons
         // What hooks load for all blocks at once would take more registers than there are.
         __syncwarp();
       }
-      unsigned low = pack_pair<kQElement>(dims.x[0], dims.x[1]), high = pack_pair<kQElement>(dims.x[2], dims.x[3]);
+      unsigned low = pack_pair<kOElement>(dims.x[0], dims.x[1]), high = pack_pair<kOElement>(dims.x[2], dims.x[3]);
       if constexpr (kFp8Kv) {
         *reinterpret_cast<uint2*>(staging + Swizzle<kORowBytes>::offset(row_in_warp, block * 2 + c / 2) + c % 2 * 8) = {low, high};
       } else {

@@ -78,6 +78,46 @@ def test_what_fa3_refuses_goes_to_fa2(changed: dict[str, Any], reason: str) -> N
         choice("fa3", **changed)
 
 
+FP8: dict[str, Any] = {"q_data_type": "float8_e4m3fn", "o_data_type": "bfloat16"}
+
+
+@pytest.mark.parametrize(
+    "changed", [{}, {"paged": False, "page_size": 1}, {"head_dim_qk": 64}, {"head_dim_qk": 256}, {"page_size": 64}], ids=str
+)
+@pytest.mark.parametrize("tile_q", [16, 128])
+def test_fp8_queries_take_fa3_however_few(changed: dict[str, Any], tile_q: int) -> None:
+    assert choice("auto", tile_q=tile_q, **FP8, **changed) == "fa3"
+    assert choice("fa3", tile_q=tile_q, **FP8, **changed) == "fa3"
+    assert choice("host", tile_q=tile_q, **FP8, **changed) == "fa2"  # the tiles that the host walks
+
+
+@pytest.mark.parametrize(
+    ("requested", "changed", "reason"),
+    [
+        ("fa2", {}, "fa2 takes float16 and bfloat16 queries"),
+        ("auto", {"arch": "sm_89"}, "fa3 runs on sm_90a only, this GPU is sm_89"),
+        ("auto", {"custom_mask": True}, "fa3 has no custom masks"),
+        ("fa3", {"pos_encoding_mode": "ROPE_LLAMA"}, "fa3 does not rotate queries and keys"),
+        ("auto", {"head_dim_qk": 96}, "fa3 has no tile for head_dim 96"),
+        ("auto", {"page_size": 1}, "fa3 needs pages of a multiple of 8 keys"),
+    ],
+    ids=str,
+)
+def test_fp8_queries_that_nothing_serves_are_refused(requested: str, changed: dict[str, Any], reason: str) -> None:
+    with pytest.raises(
+        UnsupportedError, match=f"^backend: {re.escape(reason)}.*; float8_e4m3fn queries are served by fa3 .* and by host alone$"
+    ):
+        choice(requested, **FP8, **changed)
+
+
+def test_sizing_refuses_fp8_queries_where_no_kernel_serves_them() -> None:
+    indptr = np.array([0, 100], np.int32)
+    request = ragged_prefill_request(indptr, indptr, 8, 2, 128, **FP8)
+    assert request.draft(named_profile("h200")).shape.backend == "fa3"
+    with pytest.raises(UnsupportedError, match="this GPU is sm_80"):
+        request.draft(named_profile("a100"))
+
+
 @pytest.mark.parametrize("tile_q", [16, 64])
 def test_few_rows_go_to_fa2_unless_fa3_is_asked_for(tile_q: int) -> None:
     assert choice("auto", tile_q=tile_q) == "fa2"

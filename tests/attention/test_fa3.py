@@ -10,7 +10,7 @@ import pytest
 
 import cupyinfer
 from cupyinfer.backends.device import current_device, read_profile
-from cupyinfer.schedule.tiles import FA3_ARCH, FA3_CTA_TILE_Q, FA3_KV_TILES, fa3_tile_q
+from cupyinfer.schedule.tiles import FA3_ARCH, FA3_TILES, fa3_tile_q
 from tests.support.batches import Case
 from tests.support.runner import Call, run_case
 
@@ -28,7 +28,7 @@ def _needs_hopper() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("head_dims", FA3_KV_TILES, ids=str)
+@pytest.mark.parametrize("head_dims", FA3_TILES[2], ids=str)
 @pytest.mark.parametrize("op", ["paged", "ragged"])
 def test_plain_prefill_is_served(op: str, head_dims: tuple[int, int], dtype: str, causal: bool) -> None:
     page_size = 16 if op == "paged" else 1
@@ -45,7 +45,7 @@ def test_rows_of_any_group_come_and_go(heads: tuple[int, int], causal: bool) -> 
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("head_dims", FA3_KV_TILES, ids=str)
+@pytest.mark.parametrize("head_dims", FA3_TILES[2], ids=str)
 def test_many_segments_follow_each_other(head_dims: tuple[int, int]) -> None:
     """More units than CTAs, of one tile and more and of no key at all, so that every buffer of rows is used again and again."""
     queries = (150, 40, 300, 7, 90, 64, 128, 1) * 5
@@ -84,7 +84,7 @@ def test_tiles_of_many_keys(page_size: int, tile: int, changed: dict[str, Any], 
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("head_dims", FA3_KV_TILES, ids=str)
+@pytest.mark.parametrize("head_dims", FA3_TILES[2], ids=str)
 @pytest.mark.parametrize("keys", [1500, 9000], ids=str)
 def test_parts_are_merged(head_dims: tuple[int, int], keys: int) -> None:
     """Few queries over many keys: every unit is divided, into up to more parts than are loaded at a time."""
@@ -104,7 +104,7 @@ def test_tiles_of_192_rows(op: str, heads: tuple[int, int], changed: dict[str, A
     page_size = 16 if op == "paged" else 1
     case = Case((1500, 700, 300, 40), (1200, 600, 190, 3), op, heads, (64, 64), page_size, dtype="bfloat16", causal=True, **changed)
     geometry_rows = [tokens * heads[0] // heads[1] for tokens in case.qo_lens or ()]
-    assert fa3_tile_q(FA3_CTA_TILE_Q, lambda tile_q: sum(-(-rows // tile_q) for rows in geometry_rows)) == 192
+    assert fa3_tile_q((128, 192), lambda tile_q: sum(-(-rows // tile_q) for rows in geometry_rows)) == 192
     run_case(case, "fa3")
 
 

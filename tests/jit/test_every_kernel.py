@@ -11,12 +11,13 @@ import itertools
 import pytest
 
 from cupyinfer.attention.options import make_options
+from cupyinfer.dtypes import FP8_QUERY_TYPE, itemsize
 from cupyinfer.jit.ahead import fa3_variants, standard_variants
 from cupyinfer.jit.cache import default_cache
 from cupyinfer.jit.source import kernel_source
 from cupyinfer.jit.variant import POS_ENCODINGS, AttentionVariant, KernelVariant
 from cupyinfer.schedule.profile import ARCHS, profile_for_arch
-from cupyinfer.schedule.tiles import CTA_TILE_Q, FA3_ARCH, FA3_KV_TILES, HEAD_DIMS, max_tile_q
+from cupyinfer.schedule.tiles import CTA_TILE_Q, FA3_ARCH, FA3_TILES, HEAD_DIMS, max_tile_q
 
 # The machine number of a CUDA program in an ELF header.
 _EM_CUDA = 190
@@ -52,10 +53,13 @@ def feature_variants() -> tuple[AttentionVariant, ...]:
 def fa3_feature_variants() -> tuple[AttentionVariant, ...]:
     """Hopper kernels beyond the standard ones: every width, paged and ragged, capped, with ALiBi in turn."""
     found = []
-    for at, (qk, vo) in enumerate(FA3_KV_TILES):
-        for paged in (True, False):
-            alibi = "ALIBI" if (at + paged) % 2 else "NONE"
-            found.append(AttentionVariant("float16", "float16", qk, vo, 128, paged, soft_cap=True, pos_encoding=alibi, backend="fa3"))
+    for dtype in ("float16", FP8_QUERY_TYPE):
+        for at, (qk, vo) in enumerate(FA3_TILES[itemsize(dtype)]):
+            for paged in (True, False):
+                alibi = "ALIBI" if (at + paged) % 2 else "NONE"
+                found.append(
+                    AttentionVariant(dtype, dtype, qk, vo, 128, paged, soft_cap=True, pos_encoding=alibi, backend="fa3", o_dtype="float16")
+                )
     return tuple(found)
 
 

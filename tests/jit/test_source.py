@@ -44,6 +44,7 @@ def test_decode_constants() -> None:
     assert source.attention_constants(DECODE, config) == (
         "enum class Element { kFloat16, kBfloat16, kE4m3, kE5m2 };\n"
         "constexpr Element kQElement = Element::kBfloat16;\n"
+        "constexpr Element kOElement = Element::kBfloat16;\n"
         "constexpr Element kKvElement = Element::kBfloat16;\n"
         "constexpr int kHeadDimQk = 128, kHeadDimVo = 128;\n"
         f"constexpr int kCtaTileQ = 16, kKvTile = 64, kNumWarps = {config.num_warps}, kNumStages = {config.num_stages}, "

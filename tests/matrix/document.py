@@ -62,6 +62,9 @@ def table_part() -> str:
     lines += [f"- {value}: fa3 {reason}." for value, reason in fa3_refusals().items()]
     lines += [
         "",
+        "Queries in fp8, which fa3 and the host serve, are no value of `types`: `tests/attention/test_fp8_queries.py` takes them through",
+        "every width, paged and ragged, with each feature in turn.",
+        "",
         "## Refused",
         "",
         "Asking for one of these is an error of sizing and of planning:",

@@ -73,7 +73,14 @@ ILLEGAL = (
         {"custom_mask": _MASK, "packed_custom_mask": _PACKED},
     ),
     Illegal("float32 queries", ArgumentTypeError, "q_data_type: got 'float32', expected one of", arguments={"q_data_type": "float32"}),
-    Illegal("fp8 queries", ArgumentTypeError, "q_data_type: got 'float8_e4m3fn'", arguments={"q_data_type": "float8_e4m3fn"}),
+    Illegal("decode, fp8 queries", ArgumentTypeError, "q_data_type: got 'float8_e4m3fn'", ("decode",), {"q_data_type": "float8_e4m3fn"}),
+    Illegal(
+        "fp8 queries, f16 cache",
+        ArgumentTypeError,
+        "kv_data_type: got float16 for float8_e4m3fn queries",
+        _PREFILL,
+        {"q_data_type": "float8_e4m3fn", "kv_data_type": "float16"},
+    ),
     Illegal("f16 queries, bf16 cache", ArgumentTypeError, "kv_data_type: got bfloat16 for float16", arguments={"kv_data_type": "bfloat16"}),
     Illegal(
         "bf16 queries, f16 cache",

@@ -14,7 +14,7 @@ from cupyinfer.schedule.capacity import BatchLimits
 from cupyinfer.schedule.geometry import BatchGeometry, decode_geometry, paged_prefill_geometry, ragged_prefill_geometry
 from cupyinfer.schedule.planner import PlanDraft, PlanShape, draft_plan
 from cupyinfer.schedule.profile import PROFILES, DeviceProfile
-from cupyinfer.schedule.tiles import FA3_KV_TILES, fa3_kv_tiles
+from cupyinfer.schedule.tiles import FA3_TILES, fa3_tile_qs
 from cupyinfer.schedule.tiling import KeySpan
 
 KINDS = ("decode", "paged", "ragged")
@@ -106,7 +106,9 @@ def cases(draw: st.DrawFn, kinds: tuple[str, ...] = KINDS, max_batch: int = 6, m
     head_dims = draw(st.sampled_from(HEAD_DIMS))
     page_size = draw(st.sampled_from([1, 3, 16, 64, 80]))
     transforms_logits = draw(st.booleans())
-    fits = head_dims in FA3_KV_TILES and fa3_kv_tiles(*head_dims, 1 if kind == "ragged" else page_size, transforms_logits)
+    kv_itemsize = draw(st.sampled_from([1, 2]))
+    pages = 1 if kind == "ragged" else page_size
+    fits = head_dims in FA3_TILES[kv_itemsize] and fa3_tile_qs(*head_dims, pages, transforms_logits, kv_itemsize)
     backends = ["fa2", "fa3"] if kind != "decode" and fits else ["fa2"]
     return Case(
         kind=kind,
@@ -116,7 +118,7 @@ def cases(draw: st.DrawFn, kinds: tuple[str, ...] = KINDS, max_batch: int = 6, m
         num_kv_heads=draw(st.integers(1, 3)),
         group_size=draw(st.sampled_from(GROUP_SIZES)),
         head_dims=head_dims,
-        kv_itemsize=draw(st.sampled_from([1, 2])),
+        kv_itemsize=kv_itemsize,
         causal=draw(st.booleans()),
         window_left=draw(st.sampled_from([-1, -1, 0, 5, 64, 300, 100000])),
         fixed_split_size=draw(st.integers(1, 40)) if split == "fixed" else None,

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cupyinfer.dtypes import numpy_dtype
-from tests.support.oracle import AttentionOptions, attention_oracle, low_precision_reference
+from cupyinfer.dtypes import FP8_QUERY_TYPE, numpy_dtype
+from tests.support.oracle import AttentionOptions, attention_oracle, e4m3_weights_bound, low_precision_reference
 
 Array = npt.NDArray[Any]
 
@@ -31,13 +31,14 @@ class Case:
         head_dims: width of q and k, and of v and o.
         page_size: keys per page.
         layout: "NHD" or "HND".
-        dtype: of q and o.
+        dtype: of q and o; fp8 queries have an o_dtype.
+        o_dtype: of o, None for dtype.
         kv_dtype: of the cache, None for dtype.
         causal, window_left, soft_cap, sm_scale, pos_encoding, rope_scale, rope_theta: as the library's plan takes them.
         slopes: ALiBi slopes are given, not the published ones.
         sinks: one attention sink per query head.
         mask: "", "bool" or "packed".
-        scales: "", "tensor" or "head" factors of k and v.
+        scales: "", "tensor" or "head" factors of k and v, and of fp8 queries.
         fixed_split_size, disable_split_kv, graph: as the library takes them.
         indices_on: where the page table lies: "device" or "host".
         seed: of the inputs.
@@ -52,6 +53,7 @@ class Case:
     layout: str = "NHD"
     dtype: str = "float16"
     kv_dtype: str | None = None
+    o_dtype: str | None = None
     causal: bool = False
     window_left: int = -1
     soft_cap: float = 0.0
@@ -80,6 +82,11 @@ class Case:
         return self.kv_dtype or self.dtype
 
     @property
+    def out_dtype(self) -> str:
+        """Element type of the output."""
+        return self.o_dtype or self.dtype
+
+    @property
     def paged(self) -> bool:
         """Whether K and V are reached through a page table."""
         return self.op != "ragged"
@@ -91,6 +98,7 @@ class Case:
         words += [f"page{self.page_size}"] if self.paged else []
         words += [self.layout.lower(), _SHORT[self.dtype]]
         words += [f"kv-{_SHORT[self.kv_dtype]}"] if self.kv_dtype else []
+        words += [f"o-{_SHORT[self.o_dtype]}"] if self.o_dtype else []
         words += [f"window{self.window_left}"] if self.window_left >= 0 else []
         words += [f"cap{self.soft_cap:g}"] if self.soft_cap else []
         words += [self.pos_encoding.split("_")[0].lower()] if self.pos_encoding != "NONE" else []
@@ -124,6 +132,7 @@ class Data:
         self.sinks = rng.normal(1, 2, num_qo_heads).astype(np.float32) if case.sinks else None
         self.slopes = rng.uniform(0.01, 0.5, num_qo_heads).astype(np.float32) if case.slopes else None
         self.k_scale, self.v_scale = _scales(case, rng)
+        self.q_scale = _q_scale(case, rng)
         self.masks = [_mask(rng, shape) for shape in zip(case.queries, case.kv_lens, strict=True)] if case.mask else None
         self.qo_indptr = _offsets(case.queries)
         if case.paged:
@@ -187,6 +196,7 @@ class Data:
             rope_scale=case.rope_scale,
             rope_theta=case.rope_theta,
             sinks=self.sinks,
+            q_scale=self.q_scale,
             k_scale=self.k_scale,
             v_scale=self.v_scale,
         )
@@ -200,6 +210,13 @@ class Data:
             nothing = np.zeros((*empty, self.case.head_dims[1])), np.zeros(empty)
             return nothing, (nothing[0].astype(np.float32), nothing[1].astype(np.float32))
         return attention_oracle(*call), low_precision_reference(*call)
+
+    @cached_property
+    def weights_bound(self) -> Array | None:
+        """What rounding softmax weights to 8 bits may cost each output element; None where they have 16."""
+        if self.case.dtype != FP8_QUERY_TYPE or not self.q.shape[0]:
+            return None
+        return e4m3_weights_bound(self.q, self.case.queries, self.keys, self.values, self.oracle_options, self.masks)
 
 
 def published_slopes(num_heads: int) -> Array:
@@ -228,3 +245,9 @@ def _scales(case: Case, rng: np.random.Generator) -> tuple[Any, Any]:
         return 0.25, 0.5
     k_scale, v_scale = rng.uniform(0.25, 2.0, (2, case.heads[1])).astype(np.float32)
     return k_scale, v_scale
+
+
+def _q_scale(case: Case, rng: np.random.Generator) -> Any:
+    if not case.scales or case.dtype != FP8_QUERY_TYPE:
+        return 1.0
+    return 0.75 if case.scales == "tensor" else rng.uniform(0.25, 1.5, case.heads[0]).astype(np.float32)

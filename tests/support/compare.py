@@ -23,6 +23,7 @@ def assert_attention_close(
     reference: tuple[Array, Array],
     qo_lens: Sequence[int],
     label: str = "",
+    weights_bound: Array | None = None,
 ) -> None:
     """Fail unless a result is as close to the oracle as a low-precision computation can be expected to be.
 
@@ -30,7 +31,10 @@ def assert_attention_close(
     ``2 * max over the row |reference - oracle| + 2 * (half a unit in the last place at the row's largest |oracle|)``.
     It is taken over the row, not per element: an element's error is the rounding of weights times *all* values of its column, so it
     follows the row's magnitude, not what the element happens to cancel to; and the reference's error at one element may be 0 by luck.
-    Bound of a log-sum-exp: ``2 * max over the request |reference - oracle| + 16 float32 epsilons of max(1, |oracle|)``.
+    With 8-bit weights, where the reference's errors are few and large and another order of keys has others, an element's bound is
+    ``weights_bound`` plus the same two output roundings.
+    Bound of a log-sum-exp: ``2 * max over the request |reference - oracle| + 16 float32 epsilons of max(1, |oracle|)``. With fp8 queries
+    the reference sums logits in as few bits as 8-bit products do, which is nearly all of its error.
     Rows whose oracle is exactly 0 (no keys) must be exactly 0, a log-sum-exp of -inf exactly -inf; NaN never passes.
 
     Args:
@@ -40,8 +44,9 @@ def assert_attention_close(
         reference: what `low_precision_reference` returned for the same call.
         qo_lens: query tokens of each request, to name the request of the worst element.
         label: put in front of the message.
+        weights_bound: what `e4m3_weights_bound` returned for the same call with fp8 queries, else None.
     """
-    messages = [_output_mismatch(o, oracle[0], reference[0], qo_lens)]
+    messages = [_output_mismatch(o, oracle[0], reference[0], qo_lens, weights_bound)]
     if lse is not None:
         messages.append(_lse_mismatch(lse, oracle[1], reference[1], qo_lens))
     found = [message for message in messages if message]
@@ -74,11 +79,15 @@ def unit_in_last_place(x: Array, dtype: np.dtype[Any]) -> Array:
     return np.asarray(np.ldexp(np.ones_like(x, np.float64), exponent - mantissa_bits))
 
 
-def _output_mismatch(o: Array, oracle_o: Array, reference_o: Array, qo_lens: Sequence[int]) -> str:
+def _output_mismatch(o: Array, oracle_o: Array, reference_o: Array, qo_lens: Sequence[int], weights_bound: Array | None) -> str:
     _check_shapes("o", o, oracle_o, reference_o)
     if not np.isfinite(_rounded(reference_o, o.dtype)).all():
         raise AssertionError("o: the low-precision reference itself is not finite, so it bounds nothing")
-    bound = np.broadcast_to(output_bound(oracle_o, reference_o, o.dtype)[..., None], oracle_o.shape)
+    if weights_bound is None:
+        bound = np.broadcast_to(output_bound(oracle_o, reference_o, o.dtype)[..., None], oracle_o.shape)
+    else:
+        largest = np.abs(oracle_o).max(axis=-1, initial=0.0)
+        bound = np.where(largest > 0, unit_in_last_place(largest, o.dtype), 0.0)[..., None] + weights_bound
     return _report("o", o.astype(np.float64), oracle_o, reference_o.astype(np.float64), bound, qo_lens)
 
 

@@ -11,7 +11,7 @@ import pytest
 
 import cupyinfer
 from cupyinfer.backends.device import read_profile
-from cupyinfer.dtypes import numpy_dtype
+from cupyinfer.dtypes import FP8_QUERY_TYPE, numpy_dtype
 from cupyinfer.schedule.profile import HOST_PROFILE
 from cupyinfer.workspace import WorkspaceSize
 from tests.support.batches import Case, Data, tiny_case
@@ -62,7 +62,7 @@ class Call:
     def run(self) -> tuple[Array, Array]:
         """Run into poisoned outputs between guards; output and log-sum-exp on the host."""
         shape = (*self.q.shape[:2], self.case.head_dims[1])
-        out, out_buffer = poisoned_array(self.memory, numpy_dtype(self.case.dtype), shape)
+        out, out_buffer = poisoned_array(self.memory, numpy_dtype(self.case.out_dtype), shape)
         lse, lse_buffer = poisoned_array(self.memory, np.float32, shape[:2])
         self.run_into(out, lse)
         result = self.memory.get(out), self.memory.get(lse)
@@ -73,7 +73,7 @@ class Call:
     def check(self, result: tuple[Array, Array]) -> None:
         """Compare with the oracle."""
         oracle, reference = self.data.expected
-        assert_attention_close(*result, oracle, reference, self.case.queries, f"{self.case} on {self.backend}")
+        assert_attention_close(*result, oracle, reference, self.case.queries, f"{self.case} on {self.backend}", self.data.weights_bound)
 
 
 def plan_arguments(data: Data, memory: Memory) -> tuple[list[Any], dict[str, Any]]:
@@ -104,6 +104,7 @@ def plan_arguments(data: Data, memory: Memory) -> tuple[list[Any], dict[str, Any
     if case.op != "decode":
         args = [data.qo_indptr, *args]
         options["causal"] = case.causal
+        options["o_data_type"] = case.o_dtype
     return args, options
 
 
@@ -111,6 +112,8 @@ def _run_options(data: Data, memory: Memory) -> dict[str, Any]:
     if not data.case.scales:
         return {}
     scales = {"k_scale": data.k_scale, "v_scale": data.v_scale}
+    if data.case.dtype == FP8_QUERY_TYPE:
+        scales["q_scale"] = data.q_scale
     return {name: memory.put(scale) if isinstance(scale, np.ndarray) else scale for name, scale in scales.items()}
 
 

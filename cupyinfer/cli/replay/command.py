@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +21,7 @@ from cupyinfer.cli.replay.trace import fit_trace, read_trace
 from cupyinfer.errors import BackendUnavailable, CompileError
 from cupyinfer.jit.ahead import compile_variants
 from cupyinfer.jit.variant import HelperVariant, KernelVariant
-from cupyinfer.schedule.tiles import CTA_TILE_Q, fa3_tile_qs, max_tile_q
+from cupyinfer.schedule.tiles import CTA_TILE_Q, max_tile_q
 
 _DESCRIPTION = """\
 Serve the requests of a trace: continuous batching with chunked prefill over a paged KV cache. Every step appends its keys and
@@ -154,8 +153,9 @@ def _kernels(shape: ModelShape, memory: Memory) -> set[KernelVariant]:
     if memory.backend != "fa3":
         variants |= {prefill.variant(tile_q, False) for tile_q in CTA_TILE_Q if tile_q <= max_tile_q(shape.head_dim)}
     if memory.backend != "fa2" and fa3_problem(prefill, memory.profile.arch, False) is None:
-        tiles = itertools.product(fa3_tile_qs(shape.head_dim, False), prefill.fa3_shape.kv_tiles)
-        variants |= {prefill.variant(tile_q, False, "fa3", kv_tile) for tile_q, kv_tile in tiles}
+        fa3 = prefill.fa3_shape
+        for tile_q in fa3.possible_tile_qs():
+            variants |= {prefill.variant(tile_q, False, "fa3", kv_tile) for kv_tile in fa3.kv_tiles(tile_q)}
     return variants
 
 
