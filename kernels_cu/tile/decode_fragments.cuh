@@ -31,8 +31,8 @@ __device__ __forceinline__ void load_query(const AttentionParams& params, const 
   int g = lane / 4, c = lane % 4;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    if (r == 1 && tile.num_rows <= 8) {
-      // Rows 8 to 15 cost nothing where there are none.
+    if (kHeadDimQk <= 128 && r == 1 && tile.num_rows <= 8) {
+      // Rows 8 to 15 cost nothing where there are none. Past head_dim 128 registers are too few for the branch.
 #pragma unroll
       for (int step = 0; step < kQkSteps; ++step) q[step][1] = q[step][3] = 0u;
       q_scale[1] = 1.f;

@@ -44,7 +44,6 @@ struct BlockLoader {
   int key;            // first key of the next block, past the end when there is none
   bool active;
   bool by_part;            // parts lie inside one page each
-  bool whole;              // every key of the block is seen
   int pages[kBlockParts];  // by part: of each part's first key; else the first one of key `key + lane % kBlockKeys`
   int slot;                // of the same key in the first of these pages
 
@@ -81,7 +80,6 @@ struct BlockLoader {
       key = deal.first_key(segment, warp);
       if (warp == 0) prefetch_query(params);
     }
-    whole = key >= segment.first_seen && key + kBlockKeys <= segment.kv_end;
     int own_key = by_part ? key : key + lane % kBlockKeys;
     if (!by_part && !is_seen(own_key)) return;
     if constexpr (kPaged) {
@@ -124,7 +122,7 @@ struct BlockLoader {
   __device__ __forceinline__ void copy(const AttentionParams& params, unsigned slot_address) const {
     if constexpr (kKRowsAtOnce > 0 && kVRowsAtOnce > 0) {
       if (by_part) {
-        if (whole) {
+        if (key >= segment.first_seen && key + kBlockKeys <= segment.kv_end) {
           copy_by_part<kIsK, true>(params, slot_address);
         } else {
           copy_by_part<kIsK, false>(params, slot_address);
