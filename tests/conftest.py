@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import os
 import re
+import sys
 from collections import Counter
 from collections.abc import Generator
 from pathlib import Path
@@ -21,6 +22,9 @@ _FA3_REFUSAL = re.compile(r"backend: fa3 .+; take '(auto' or 'fa2|fa2)'")
 # Read by NumPy when it is first imported: matrix products of tests are small, and threads of several test processes get in each
 # other's way (eight times slower on two cores).
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+# Read by JAX when it first looks at a GPU, of whose memory every test process would otherwise take three quarters.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 # One cache for all test processes and runs: entries are keyed by content, so an old one is never wrong.
 os.environ.setdefault(CACHE_VARIABLE, str(ROOT / ".cache" / "kernels"))
@@ -58,6 +62,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if gpu_items and not has_gpu():
         for item in gpu_items:
             item.add_marker(pytest.mark.skip(reason=NO_GPU))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    bridge = sys.modules.get("jax._src.xla_bridge")
+    if bridge is not None and bridge.backends_are_initialized():
+        # Every test process collects every test, and would hold a GPU for one that it may never run.
+        raise pytest.UsageError("a test module makes JAX arrays while it is imported; make them in the test")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -90,17 +90,19 @@ def test_errors_of_the_wrapper_reach_the_caller() -> None:
     [
         ({"wrapper": 3}, ArgumentTypeError, "wrapper: got int, expected a planned wrapper"),
         ({"q": [1, 2]}, ArgumentTypeError, "q: got list, expected an array"),
-        ({"q": jnp.zeros((2, 24))}, ArgumentError, r"q: got shape \(2, 24\), expected \[num_tokens"),
+        ({"q": np.zeros((2, 24))}, ArgumentError, r"q: got shape \(2, 24\), expected \[num_tokens"),
         ({"kv": ()}, ArgumentError, "kv: got nothing, expected what run takes after q"),
-        ({"kv": (jnp.zeros((5, 1, 8)), 7)}, ArgumentTypeError, "kv: got int, expected an array"),
-        ({"kv": (jnp.zeros((5, 1, 8)), jnp.zeros(8))}, ArgumentError, r"kv: got shape \(8,\)"),
+        ({"kv": (np.zeros((5, 1, 8)), 7)}, ArgumentTypeError, "kv: got int, expected an array"),
+        ({"kv": (np.zeros((5, 1, 8)), np.zeros(8))}, ArgumentError, r"kv: got shape \(8,\)"),
         ({"return_lse": "no"}, ArgumentTypeError, "return_lse: got 'no', expected True or False"),
         ({"command_buffer": 1}, ArgumentTypeError, "command_buffer: got 1, expected True or False"),
-        ({"lse": jnp.zeros((2, 3))}, ArgumentError, "lse: XLA supplies the memory of results"),
+        ({"lse": np.zeros((2, 3))}, ArgumentError, "lse: XLA supplies the memory of results"),
     ],
 )
 def test_errors_name_the_argument(changed: dict[str, Any], error: type[Exception], words: str) -> None:
-    call = {"wrapper": HostWrapper(), "q": queries(jnp.float16), "kv": (jnp.zeros((5, 1, 8)), jnp.zeros((5, 1, 8))), **changed}
+    call = {"wrapper": HostWrapper(), "q": queries(jnp.float16), "kv": (np.zeros((5, 1, 8)), np.zeros((5, 1, 8))), **changed}
+    # Parameters are NumPy's, for a JAX array made while tests are collected would take the GPU in every test process.
+    call = jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, call)
     wrapper, q, kv = call.pop("wrapper"), call.pop("q"), call.pop("kv")
     for trace in (lambda function: function, jax.jit):
         with pytest.raises(error, match=f"^{words}"):
