@@ -31,7 +31,7 @@ class UserAttentionModule(AttentionModule):
     user_variant: UserVariant | None = None
 
     def workspace_size(self, *args: Any, profile: str | DeviceProfile | None = None, **options: Any) -> WorkspaceSize:
-        """Bytes that `plan` with the same arguments needs of each workspace; a variant changes none of them.
+        """Bytes that `plan` with the same arguments needs of each workspace: those of a soft cap on `backend="fa2"`.
 
         Args:
             args: as for the module without a variant.

@@ -14,6 +14,8 @@ from cupyinfer.interop import ArrayView, numpy_array
 OWN_PRODUCERS = ("cupy", "numpy")
 #: Kernels move 16 bytes at a time, so every row of a head begins at a multiple of that.
 ROW_ALIGNMENT = 16
+#: They count steps between rows in units of 16 bytes, in 32 bits.
+_STRIDE_LIMIT = ROW_ALIGNMENT << 32
 
 
 class KvStrides(NamedTuple):
@@ -68,10 +70,10 @@ def row_strides(view: ArrayView, argument: str, itemsize: int) -> tuple[int, ...
         raise ArgumentError(f"{argument}: head dimension has stride {view.strides[-1]}, its elements must be neighbours (stride 1)")
     strides = tuple(stride if size > 1 else 0 for stride, size in zip(view.strides[:-1], view.shape[:-1], strict=True))
     for stride in strides:
-        if stride < 0 or stride * itemsize % ROW_ALIGNMENT:
+        if stride < 0 or stride * itemsize % ROW_ALIGNMENT or stride * itemsize >= _STRIDE_LIMIT:
             raise ArgumentError(
                 f"{argument}: strides {view.strides} (in elements of {itemsize} bytes), every step between rows must be a "
-                f"non-negative multiple of {ROW_ALIGNMENT} bytes"
+                f"non-negative multiple of {ROW_ALIGNMENT} bytes below 64 GiB"
             )
     return strides
 

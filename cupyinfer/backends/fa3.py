@@ -68,12 +68,17 @@ class Fa3Launcher(Fa2Launcher):
         if mapped == self._mapped:
             return
         box_rows = self._maps.box_rows
-        for offset, view, steps in ((_K_OFFSET, k, strides[2:5]), (_V_OFFSET, v, strides[5:8])):
-            # A cache without elements is never read, but its map must be a map.
-            address, shape = (view.ptr, self._shape(view, steps)) if prod(view.shape) else (self._some_address, _NOTHING)
-            self._bytes[offset : offset + MAP_BYTES] = cache_map(address, shape, box_rows, self._maps.box_bytes, self._maps.dtype)
+        # The driver may refuse either map: both are made before one is written.
+        k_map, v_map = self._cache_map(k, strides[2:5]), self._cache_map(v, strides[5:8])
+        self._bytes[_K_OFFSET : _K_OFFSET + MAP_BYTES] = k_map
+        self._bytes[_V_OFFSET : _V_OFFSET + MAP_BYTES] = v_map
         _BOXES.pack_into(self._bytes, _BOXES_OFFSET, box_rows, k.shape[0])
         self._mapped = mapped
+
+    def _cache_map(self, view: ArrayView, steps: tuple[int, ...]) -> bytes:
+        # A cache without elements is never read, but its map must be a map.
+        address, shape = (view.ptr, self._shape(view, steps)) if prod(view.shape) else (self._some_address, _NOTHING)
+        return cache_map(address, shape, self._maps.box_rows, self._maps.box_bytes, self._maps.dtype)
 
     def _set_rows_maps(self, q: ArrayView, o: ArrayView, strides: tuple[int, ...]) -> None:
         box = self._maps.rows_box

@@ -52,10 +52,13 @@ class StagingPool:
         block = self._take(num_bytes)
         try:
             fill(block.memory)
-            self._copy(destination, block.address, num_bytes, self._to_device, stream)
-            self._record(block.event_handle, stream)
-        finally:
+        except BaseException:
             self._free.append(block)
+            raise
+        self._copy(destination, block.address, num_bytes, self._to_device, stream)
+        self._record(block.event_handle, stream)
+        # A block whose copy failed is not used again: nothing says when it is free.
+        self._free.append(block)
         return block.event
 
     def _take(self, num_bytes: int) -> _Block:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from cupyinfer.errors import ArgumentError
+from cupyinfer.errors import ArgumentError, WorkspaceError
 from cupyinfer.schedule.capacity import BatchLimits, capacity_counts
 from cupyinfer.schedule.geometry import MAX_KV_LEN, MAX_PACKED_ROWS, MAX_UNITS, BatchGeometry, check_flag, check_heads, store_ints
 from cupyinfer.schedule.layout import RegionCounts, lay_out, measure
@@ -273,6 +273,7 @@ def draft_plan(
     schedule = make_schedule(tiles, config, profile.num_sms, shape.num_kv_heads, policy, cuda_graph, keys_in_l2)
     if graph_limits is not None:
         counts = shape.capacity(config, profile, graph_limits, num_page_indices, value_bytes)
+        _check_capacity(schedule, counts)
     else:
         _, records, (cta_work, merge_groups, rows), _ = schedule
         counts = RegionCounts(len(records), len(cta_work), len(merge_groups), rows, shape.head_dim_vo, num_page_indices, value_bytes)
@@ -296,6 +297,15 @@ def _check_packed_rows(geometry: BatchGeometry, group_size: int) -> None:
             f"qo_indptr: request {geometry.qo_len.argmax()} has {longest} query tokens of {group_size} heads per KV head, "
             f"supported are up to {MAX_PACKED_ROWS // group_size} tokens"
         )
+
+
+def _check_capacity(schedule: Schedule, counts: RegionCounts) -> None:
+    """Refuse a schedule that the regions of its CUDA graph would not hold, rather than write past their ends."""
+    _, records, (cta_work, merge_groups, num_partial_rows), _ = schedule
+    needs = len(records), len(cta_work), len(merge_groups), num_partial_rows
+    holds = counts.num_tiles, counts.num_ctas, counts.num_merge_groups, counts.num_partial_rows
+    if any(need > hold for need, hold in zip(needs, holds, strict=True)):
+        raise WorkspaceError(f"plan: needs {needs} tiles, CTAs, merge groups and partial rows, this object's CUDA graph holds {holds}")
 
 
 def _check_limits(geometry: BatchGeometry, limits: BatchLimits) -> None:

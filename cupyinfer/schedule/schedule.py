@@ -30,7 +30,7 @@ _FEWER_CTAS = 1.005
 #: A 16-row kernel waits for memory, which a few idle SMs do not slow down: its whole units, equal pieces of them, or a cut line of
 #: every head may take this much longer than an even cut would on the busiest SM.
 _IDLE_SMS = 1.04
-#: Iterations a share has at least: in fewer than 128 keys the eight warps of a 16-row tile would not all find a block.
+#: Iterations a share has at least: in fewer than 128 keys the eight warps of a 16-row tile would not all find a block of 16.
 _MIN_SHARE = 2
 #: One CTA alone on its SM takes this share of the time per iteration that it takes beside a second one: an estimate, not measured.
 _ALONE = 0.6
@@ -332,10 +332,10 @@ def _shares_of_all(config: TileConfig, num_sms: int, num_equal_units: int, total
     """CTAs that share all work, and the time that takes in iterations of a full SM. `num_equal_units` is 0 when they differ."""
     grid = num_sms * config.ctas_per_sm
     # A cut makes at most two parts, so one share per SM stays within the budget of two tiles per SM. Equal units that are cut into
-    # as many pieces each make no other parts than those, so such shares may fill the grid.
+    # as many pieces each make no other parts than those, so there may be as many such shares as the budget has tiles.
     choices = [num_sms]
     if num_equal_units:
-        choices.append(grid // num_equal_units * num_equal_units)
+        choices.append(min(grid, 2 * num_sms) // num_equal_units * num_equal_units)
     most = total // _MIN_SHARE
     times = [(total / shares * _crowding(shares, num_sms, grid), shares) for shares in (min(choice, most) for choice in choices) if shares]
     time, shares = min(times, default=(0.0, 0))

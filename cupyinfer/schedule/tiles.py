@@ -29,27 +29,21 @@ _THREE_CTAS_SMEM = 228 * 1024
 #: Static shared memory of the 16-row kernel besides its table of RoPE frequencies.
 _STATIC_SMEM = 384
 
-#: Tiles of the fa3 kernels by bytes per element and (head_dim_qk, head_dim_vo): query rows, a consumer warpgroup per 64, and for each the
-#: choices of keys. Two consumers have 216 to 224 registers a thread, three 160: there a tile's output, logits and packed weights
+#: Tiles of the fa3 kernels by (head_dim_qk, head_dim_vo), of 16-bit and fp8 operands alike: query rows, a consumer warpgroup per 64, and
+#: for each the choices of keys. Two consumers have 216 to 224 registers a thread, three 160: there a tile's output, logits and packed weights
 #: must find room, without a soft cap or ALiBi, and so there is no 192-row tile for wider 16-bit heads. Of keys the first choice is the
 #: most that also leaves two K/V stages room in 227 KB, a power of two where pages of any power of two would not fit otherwise (at
 #: head_dim 256 plain logits would leave room for 80 keys, capped ones not). A second choice has no registers for a soft cap or ALiBi.
 #: fp8 packs four weights to a register, but has rings of values as copied and as turned, and a bank of outputs (fa3_fp8_bank.cuh); one
 #: warp turns values for all, too slowly for three consumers of wider heads (docs/PREFILL.md).
-FA3_TILES: dict[int, dict[tuple[int, int], dict[int, tuple[int, ...]]]] = {
-    2: {
-        (64, 64): {128: (128,), 192: (128,)},
-        (128, 128): {128: (128, 160)},
-        (192, 128): {128: (128,)},
-        (256, 256): {128: (64,)},
-    },
-    1: {
-        (64, 64): {128: (128,), 192: (128,)},
-        (128, 128): {128: (128, 160)},
-        (192, 128): {128: (128,)},
-        (256, 256): {128: (64,)},
-    },
+_FA3_TILES: dict[tuple[int, int], dict[int, tuple[int, ...]]] = {
+    (64, 64): {128: (128,), 192: (128,)},
+    (128, 128): {128: (128, 160)},
+    (192, 128): {128: (128,)},
+    (256, 256): {128: (64,)},
 }
+#: The same by bytes per element.
+FA3_TILES = {2: _FA3_TILES, 1: _FA3_TILES}
 FA3_ARCH = "sm_90a"
 #: Times that tiles of 128 and 192 rows take for as many keys, in one unit. Measured on an H200 at head_dim 64: 418 and 503 TFLOP/s.
 _FA3_TILE_TIME = {128: 4, 192: 5}

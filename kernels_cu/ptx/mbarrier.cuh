@@ -4,10 +4,6 @@
 
 #include "ptx/sync.cuh"
 
-__device__ __forceinline__ void mbarrier_init(unsigned barrier, unsigned arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
-}
-
 // One thread, after it initialised barriers and before the CTA synchronises: bulk copies may then count on them.
 __device__ __forceinline__ void mbarrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 

@@ -199,7 +199,9 @@ struct JoinQueue {
     const JoinRecord& record = records[announced % kJoinRecords];
     announced = -1;
     if (__shfl_sync(0xffffffffu, arrived_before, 0) != record.group.num_parts - 1) return;
+    // What lane 0 has seen arrive, all lanes may read.
     fence_acquire();
+    __syncwarp();
     // Leave the counter as the plan set it, so that the next run finds it zero.
     if (lane == 0) *arrival_counter(params, record.segment, warp) = 0;
 #pragma unroll 1

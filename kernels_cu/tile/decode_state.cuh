@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The softmax state of one warp over a 16-row tile, and how the warps of a CTA join theirs.
+// The softmax state of one warp over a 16-row tile.
 #pragma once
 
 #include "tile/decode_fragments.cuh"

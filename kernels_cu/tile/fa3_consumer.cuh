@@ -92,7 +92,7 @@ struct Consumer {
         asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(v_tile + block * kKvBlockBytes + idx * 16), "r"(0) : "memory");
       }
     }
-    // Both warpgroups write the same zeros, so neither has to wait for the other.
+    // All warpgroups write the same zeros, so neither has to wait for the other.
     fence_async_proxy();
     sync_warpgroup(index);
   }

@@ -124,7 +124,7 @@ struct Shared {
     control = static_cast<Control*>(__cvta_shared_to_generic(base + kControlOffset));
   }
   __device__ __forceinline__ unsigned barrier(int which) const { return base + kControlOffset + which * 8; }
-  // Tile `count` of the CTA, counted over all segments, lies in stage count % 2.
+  // Tile `count` of the CTA, counted over all segments, lies in stage count % kNumStages.
   __device__ __forceinline__ unsigned k_tile(unsigned count) const { return base + kKOffset + count % kNumStages * kKBytes; }
   __device__ __forceinline__ unsigned v_tile(unsigned count) const { return base + kVOffset + count % kNumStages * kVBytes; }
   // Where fp8 values arrive, before they are turned into a V tile.

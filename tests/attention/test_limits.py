@@ -11,7 +11,9 @@ import pytest
 
 import cupyinfer
 from cupyinfer import PROFILES, WorkspaceError, WorkspaceLimits, workspace_bound
+from cupyinfer.backends.arrays import row_strides
 from cupyinfer.errors import ArgumentError, UnsupportedError
+from cupyinfer.interop import CPU_DEVICE, ArrayView
 from tests.support.batches import Case, Data
 from tests.support.runner import WRAPPERS, Call, assert_same_bits, run_case
 
@@ -245,3 +247,13 @@ def test_ragged_keys_beyond_32_bits() -> None:
     call.check(call.run())
     del buffer, call
     cupy.get_default_memory_pool().free_all_blocks()
+
+
+def test_steps_between_rows_that_kernels_cannot_count() -> None:
+    """Kernels count steps in 16 bytes with 32 bits; longer ones are refused, whatever the type."""
+    for itemsize, dtype in ((1, "float8_e4m3fn"), (2, "float16")):
+        fits = ArrayView(0, (2, 16, 2, 64), (2**36 // itemsize - 16, 128, 64, 1), dtype, CPU_DEVICE, None, False, "numpy")
+        assert row_strides(fits, "k", itemsize) == fits.strides[:-1]
+        too_far = ArrayView(0, (2, 16, 2, 64), (2**36 // itemsize, 128, 64, 1), dtype, CPU_DEVICE, None, False, "numpy")
+        with pytest.raises(ArgumentError, match=r"^k: strides .* below 64 GiB$"):
+            row_strides(too_far, "k", itemsize)

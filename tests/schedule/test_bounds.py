@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import replace
 from typing import Any
@@ -71,6 +72,28 @@ def test_bound_holds_for_every_batch_within_limits(case: Case, spare: tuple[int,
         size = case.draft(num_page_indices=pages, value_bytes=64, graph_limits=graph_limits).size
         assert size.float_bytes <= largest.float_bytes
         assert size.int_bytes <= largest.int_bytes
+
+
+@pytest.mark.parametrize("gpu", ["h200", "b200"])
+@pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (256, 256)], ids=str)
+def test_equal_units_of_every_length_stay_within_their_graph(gpu: str, head_dims: tuple[int, int]) -> None:
+    """Each region, not just their sum, for as many equal units as an SM has CTAs for, and more: three CTAs cut most parts."""
+    for num_requests, qo_len, kv_len in itertools.product((1, 2, 3, 8), (128, 2048), (128, 1000, 7048, 20000)):
+        case = Case(
+            "ragged",
+            [qo_len] * num_requests,
+            [kv_len] * num_requests,
+            num_kv_heads=1,
+            group_size=1,
+            head_dims=head_dims,
+            profile=PROFILES[gpu],
+        )
+        limits = BatchLimits(num_requests, num_requests * qo_len)
+        schedule, capacity = case.draft().schedule, case.draft(graph_limits=limits).counts
+        parts = schedule.partition
+        needs = len(schedule.tiles), len(parts.cta_work), len(parts.merge_groups), parts.num_partial_rows
+        assert all(need <= hold for need, hold in zip(needs, capacity[:4], strict=True)), (case, needs, capacity)
+        assert measure(case.draft().counts).float_bytes <= bound(case.shape, limits, case.profile).float_bytes
 
 
 def test_bound_against_exact_sizes(record_property: Any) -> None:
