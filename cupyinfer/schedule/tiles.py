@@ -30,9 +30,9 @@ _THREE_CTAS_SMEM = 228 * 1024
 _STATIC_SMEM = 384
 
 #: Tiles of the fa3 kernels by (head_dim_qk, head_dim_vo), of 16-bit and fp8 operands alike: query rows, a consumer warpgroup per 64, and
-#: for each the choices of keys. Two consumers have 216 to 224 registers a thread, three 160: there a tile's output, logits and packed weights
-#: must find room, without a soft cap or ALiBi, and so there is no 192-row tile for wider 16-bit heads. Of keys the first choice is the
-#: most that also leaves two K/V stages room in 227 KB, a power of two where pages of any power of two would not fit otherwise (at
+#: for each the choices of keys. Two consumers have 216 to 224 registers a thread, three 160: there a tile's output, logits and packed
+#: weights must find room, without a soft cap or ALiBi, and so there is no 192-row tile for wider 16-bit heads. Of keys the first choice
+#: is the most that also leaves two K/V stages room in 227 KB, a power of two where pages of any power of two would not fit otherwise (at
 #: head_dim 256 plain logits would leave room for 80 keys, capped ones not). A second choice has no registers for a soft cap or ALiBi.
 #: fp8 packs four weights to a register, but has rings of values as copied and as turned, and a bank of outputs (fa3_fp8_bank.cuh); one
 #: warp turns values for all, too slowly for three consumers of wider heads (docs/PREFILL.md).
