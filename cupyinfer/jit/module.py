@@ -79,7 +79,7 @@ def _launch_calls() -> tuple[Any, Any]:
 class PreparedLaunch:
     """A launch whose every argument but the stream is known; the record is read anew at each call. The caller keeps it in place.
 
-    It goes straight to the driver, which takes half the time of CuPy's launch: that packs its arguments anew each time.
+    It goes straight to the driver. CuPy's launch packs its arguments anew each time: 4.4 us against 4.0, measured beside an H200.
     """
 
     __slots__ = ("_address", "_arguments", "_device_id", "_error", "_fixed", "_launch")
