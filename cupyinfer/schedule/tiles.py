@@ -36,14 +36,12 @@ _STATIC_SMEM = 384
 #: head_dim 256 plain logits would leave room for 80 keys, capped ones not). A second choice has no registers for a soft cap or ALiBi.
 #: fp8 packs four weights to a register, but has rings of values as copied and as turned, and a bank of outputs (fa3_fp8_bank.cuh); one
 #: warp turns values for all, too slowly for three consumers of wider heads (docs/PREFILL.md).
-_FA3_TILES: dict[tuple[int, int], dict[int, tuple[int, ...]]] = {
+FA3_TILES: dict[tuple[int, int], dict[int, tuple[int, ...]]] = {
     (64, 64): {128: (128,), 192: (128,)},
     (128, 128): {128: (128, 160)},
     (192, 128): {128: (128,)},
     (256, 256): {128: (64,)},
 }
-#: The same by bytes per element.
-FA3_TILES = {2: _FA3_TILES, 1: _FA3_TILES}
 FA3_ARCH = "sm_90a"
 #: Times that tiles of 128 and 192 rows take for as many keys, in one unit. Measured on an H200 at head_dim 64: 418 and 503 TFLOP/s.
 _FA3_TILE_TIME = {128: 4, 192: 5}
@@ -176,18 +174,18 @@ def _prefill_config(
     return best
 
 
-def fa3_key_choices(head_dim_qk: int, head_dim_vo: int, transforms_logits: bool, kv_itemsize: int = 2) -> tuple[int, ...]:
+def fa3_key_choices(head_dim_qk: int, head_dim_vo: int, transforms_logits: bool) -> tuple[int, ...]:
     """Keys that some fa3 tile of that width has."""
-    rows = FA3_TILES[kv_itemsize][head_dim_qk, head_dim_vo]
-    found = (fa3_kv_tiles(cta_tile_q, head_dim_qk, head_dim_vo, 1, transforms_logits, kv_itemsize) for cta_tile_q in rows)
+    rows = FA3_TILES[head_dim_qk, head_dim_vo]
+    found = (fa3_kv_tiles(cta_tile_q, head_dim_qk, head_dim_vo, 1, transforms_logits) for cta_tile_q in rows)
     return tuple(dict.fromkeys(itertools.chain.from_iterable(found)))
 
 
 @cache
-def fa3_tile_qs(head_dim_qk: int, head_dim_vo: int, page_size: int, transforms_logits: bool, kv_itemsize: int = 2) -> tuple[int, ...]:
+def fa3_tile_qs(head_dim_qk: int, head_dim_vo: int, page_size: int, transforms_logits: bool) -> tuple[int, ...]:
     """Query rows of the fa3 kernels that fit a cache's pages; arguments as for `fa3_kv_tiles`."""
-    rows = FA3_TILES[kv_itemsize][head_dim_qk, head_dim_vo]
-    return tuple(tile_q for tile_q in rows if fa3_kv_tiles(tile_q, head_dim_qk, head_dim_vo, page_size, transforms_logits, kv_itemsize))
+    rows = FA3_TILES[head_dim_qk, head_dim_vo]
+    return tuple(tile_q for tile_q in rows if fa3_kv_tiles(tile_q, head_dim_qk, head_dim_vo, page_size, transforms_logits))
 
 
 def fa3_tile_q(tile_qs: tuple[int, ...], num_tiles: Callable[[int], int]) -> int:
@@ -209,10 +207,9 @@ def fa3_tile_config(cta_tile_q: int, head_dim_qk: int, head_dim_vo: int, kv_tile
     Raises:
         UnsupportedError: no tile for these widths, or not with that many rows or keys.
     """
-    widths = FA3_TILES[kv_itemsize]
-    if (head_dim_qk, head_dim_vo) not in widths:
-        raise UnsupportedError(f"head_dim: got {head_dim_qk} (head_dim_vo {head_dim_vo}), fa3 has {', '.join(map(str, widths))}")
-    rows = widths[head_dim_qk, head_dim_vo]
+    if (head_dim_qk, head_dim_vo) not in FA3_TILES:
+        raise UnsupportedError(f"head_dim: got {head_dim_qk} (head_dim_vo {head_dim_vo}), fa3 has {', '.join(map(str, FA3_TILES))}")
+    rows = FA3_TILES[head_dim_qk, head_dim_vo]
     if cta_tile_q not in rows:
         raise UnsupportedError(f"cta_tile_q: got {cta_tile_q}, fa3 has {', '.join(map(str, rows))} at head_dim {head_dim_qk}")
     choices = rows[cta_tile_q]
@@ -242,9 +239,7 @@ def fa3_box_rows(page_size: int, kv_tile: int) -> int | None:
 
 
 @cache
-def fa3_kv_tiles(
-    cta_tile_q: int, head_dim_qk: int, head_dim_vo: int, page_size: int, transforms_logits: bool, kv_itemsize: int = 2
-) -> tuple[int, ...]:
+def fa3_kv_tiles(cta_tile_q: int, head_dim_qk: int, head_dim_vo: int, page_size: int, transforms_logits: bool) -> tuple[int, ...]:
     """Choices of keys per tile that fit a cache's pages.
 
     Args:
@@ -253,9 +248,8 @@ def fa3_kv_tiles(
         head_dim_vo: width of values and outputs.
         page_size: keys per page, 1 for ragged caches.
         transforms_logits: a soft cap or ALiBi changes the logits.
-        kv_itemsize: bytes per element of cache and queries.
     """
-    choices = FA3_TILES[kv_itemsize][head_dim_qk, head_dim_vo][cta_tile_q]
+    choices = FA3_TILES[head_dim_qk, head_dim_vo][cta_tile_q]
     if transforms_logits:
         choices = choices[:1] if cta_tile_q <= 128 else ()
     return choices if page_size == 1 else tuple(tile for tile in choices if fa3_box_rows(page_size, tile) is not None)
