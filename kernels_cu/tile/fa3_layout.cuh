@@ -11,22 +11,25 @@
 constexpr bool kAlibi = kPosEncoding == PosEncoding::kAlibi;
 constexpr unsigned kFullWarp = 0xffffffffu;
 
-// Warpgroup 0 feeds the CTA, each of the others owns 64 query rows.
+// The first warpgroup feeds the CTA, of fp8 a second one turns its values; each of the others owns 64 query rows.
+constexpr bool kQFp8 = kQElement == Element::kE4m3;
 constexpr int kWarpgroupThreads = 128, kWarpgroupRows = 64, kWarpRows = 16;
+constexpr int kFeeders = kQFp8 ? 2 : 1, kFeederThreads = kFeeders * kWarpgroupThreads;
 constexpr int kConsumers = kCtaTileQ / kWarpgroupRows;
 constexpr int kConsumerThreads = kConsumers * kWarpgroupThreads, kConsumerWarps = kConsumerThreads / 32;
 constexpr int kCtaThreads = kNumWarps * 32;
 // Warps of warpgroup 0: one copies K and hands out segments, one copies V, and two carry queries and outputs, each half of the rows of
 // every consumer.
 constexpr int kKWarp = 0, kVWarp = 1, kFirstRowsWarp = 2, kRowsWarps = 2, kRowsOfWarp = kWarpgroupRows / kRowsWarps;
+// Warps that turn fp8 values, each a share of the dims.
+constexpr int kTurners = kWarpgroupThreads / 32;
 // Warps that read a published segment: all but the one that publishes.
 constexpr int kWorkReaders = kConsumerWarps + 1 + kRowsWarps;
 // Registers of a thread after warpgroups have shared them out anew; together they are what the CTA starts with.
-constexpr bool kQFp8 = kQElement == Element::kE4m3;
-constexpr bool kFewWeights = kHeadDimVo <= 64 || kQFp8;
-constexpr int kProducerRegisters = kConsumers == 3 ? 32 : kFewWeights ? 72 : 56;
-constexpr bool kFewRegisters = kProducerRegisters < 40;
-constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : kFewWeights ? 216 : 224;
+constexpr int kProducerRegisters = kQFp8 ? (kConsumers == 3 ? 24 : 40) : kConsumers == 3 ? 32 : kHeadDimVo <= 64 ? 72 : 56;
+constexpr int kTurnerRegisters = 24;
+constexpr bool kFewRegisters = kProducerRegisters <= 40;
+constexpr int kConsumerRegisters = kConsumers == 3 ? (kQFp8 ? 144 : 160) : kHeadDimVo <= 64 && !kQFp8 ? 216 : 224;
 
 // Operands of products are 16-bit elements, or e4m3 of queries and cache alike.
 constexpr int kElementBytes = kQFp8 ? 1 : 2;
@@ -68,13 +71,14 @@ enum Barrier { kKFull = 0, kKEmpty = kKFull + kNumStages, kVFull = kKEmpty + kNu
                kWorkFull = kVEmpty + kNumStages, kWorkEmpty = kWorkFull + kWorkSlots,
                // Of each consumer's buffers: queries are there; queries are done with, and outputs are there if the segment has any.
                kQFull = kWorkEmpty + kWorkSlots, kQDone = kQFull + kConsumers * kQBuffers,
-               // fp8 only: copies of V, that one warp turns for all.
-               kVCopied = kQDone + kConsumers * kQBuffers, kNumBarriers = kVCopied + kNumStages };
+               // fp8 only: copies of V, from which warps turn the tiles.
+               kVCopied = kQDone + kConsumers * kQBuffers, kVTurned = kVCopied + kNumStages, kNumBarriers = kVTurned + kNumStages };
 
 using Cursor = WorkCursor<false, kFewRegisters>;
 
-// Of a tile's keys, the first that some row sees, and the first that does not exist.
+// Of a tile's keys, the first that some row sees, and the first that does not exist: kNoTile behind the last tile.
 struct KeyBounds {
+  static constexpr int kNoTile = 0;
   int first_seen, first_missing;
 };
 
@@ -101,12 +105,12 @@ constexpr int kControlBytes = 1024 + kCtaTileQ * 8, kAlignmentSlack = 1024;
 static_assert(sizeof(Control) <= kControlBytes, "the control block has outgrown its place");
 static_assert(kSmemBytes == kControlOffset + kControlBytes + kAlignmentSlack, "fa3_smem_bytes in cupyinfer/schedule/tiles.py says otherwise");
 static_assert(kConsumers == 2 || kConsumers == 3 && !kSoftCap && !kAlibi, "registers are shared out among so many");
-static_assert(kCtaTileQ % kWarpgroupRows == 0 && kCtaThreads == kConsumerThreads + kWarpgroupThreads, "a consumer per 64 rows, and a producer");
+static_assert(kCtaTileQ % kWarpgroupRows == 0 && kCtaThreads == kConsumerThreads + kFeederThreads, "a consumer per 64 rows, and who feeds them");
 static_assert(!kQFp8 || kKvElement == Element::kE4m3, "fp8 queries meet a cache of their own type");
 static_assert(kHeadDimQk % kBlockColumns == 0 && kHeadDimVo % kBlockColumns == 0 && kKvTile % (32 / kElementBytes) == 0, "tiles are whole blocks");
 
 __device__ __forceinline__ int lane_idx() { return threadIdx.x % 32; }
-// The same for warpgroup 0, whose few registers must not hold what follows from it through whole loops: read anew each time.
+// The same for warpgroups whose few registers must not hold what follows from it through whole loops: read anew each time.
 __device__ __forceinline__ int producer_lane() {
   int lane;
   asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
@@ -157,8 +161,8 @@ __device__ __forceinline__ void wait_empty(const Shared& shared, Barrier ring, u
 __device__ __forceinline__ void init_barriers(const Fa3Params& params, const Shared& shared) {
   for (int stage = 0; stage < kNumStages; ++stage) {
     mbarrier_init(shared.barrier(kKFull + stage), 1), mbarrier_init(shared.barrier(kKEmpty + stage), kConsumers);
-    mbarrier_init(shared.barrier(kVFull + stage), 1), mbarrier_init(shared.barrier(kVEmpty + stage), kConsumers);
-    if (kQFp8) mbarrier_init(shared.barrier(kVCopied + stage), 1);
+    mbarrier_init(shared.barrier(kVFull + stage), kQFp8 ? kTurners : 1), mbarrier_init(shared.barrier(kVEmpty + stage), kConsumers);
+    if (kQFp8) mbarrier_init(shared.barrier(kVCopied + stage), 1), mbarrier_init(shared.barrier(kVTurned + stage), kTurners);
   }
   for (int slot = 0; slot < kWorkSlots; ++slot) {
     mbarrier_init(shared.barrier(kWorkFull + slot), 1), mbarrier_init(shared.barrier(kWorkEmpty + slot), kWorkReaders);
@@ -190,7 +194,7 @@ __device__ __forceinline__ void sync_warpgroup(int consumer) { named_barrier_syn
 
 // The threads that merge parts.
 struct ConsumerThreads {
-  static __device__ __forceinline__ int index() { return threadIdx.x - kWarpgroupThreads; }
+  static __device__ __forceinline__ int index() { return threadIdx.x - kFeederThreads; }
   static __device__ __forceinline__ int count() { return kConsumerThreads; }
   static __device__ __forceinline__ void sync() { named_barrier_sync(kConsumerBarrier, kConsumerThreads); }
 };

@@ -96,23 +96,35 @@ __device__ __forceinline__ void produce_k(const Fa3Params& params, const Shared&
   }
 }
 
-// Copy every V tile of the CTA.
+// Copy every V tile of the CTA: to the consumers, or of fp8 to the warps that turn it.
 __device__ __forceinline__ void produce_v(const Fa3Params& params, const Shared& shared) {
+  constexpr Barrier kFull = kQFp8 ? kVCopied : kVFull, kEmpty = kQFp8 ? kVTurned : kVEmpty;
   if (producer_lane() == 0) tma_prefetch_map(params.v);
   unsigned count = 0;
 #pragma unroll 1
   for (unsigned slot = 0;; ++slot) {
     const QueuedWork& work = wait_for_work(shared, slot);
-    if (!work.valid) return;
+    if (!work.valid) break;
     int key_begin = work.segment.kv_begin;
     BoxOrigin origin(params, work, key_begin);
 #pragma unroll 1
     for (; key_begin < work.segment.kv_end; key_begin += kKvTile, ++count) {
       BoxOrigin next_origin(params, work, key_begin + kKvTile);
-      wait_empty(shared, kVEmpty, count);
-      copy_tile<kVoBlocks>(params, params.v, shared.v_tile(count), shared.barrier(kVFull + count % kNumStages), origin, work.segment.kv_head);
+      wait_empty(shared, kEmpty, count);
+      if (kQFp8 && producer_lane() == 0) {
+        shared.control->copied[count % kNumStages] = {work.segment.first_seen - key_begin, work.tile.kv_len - key_begin};
+      }
+      unsigned tile = kQFp8 ? shared.v_copy(count) : shared.v_tile(count);
+      copy_tile<kVoBlocks>(params, params.v, tile, shared.barrier(kFull + count % kNumStages), origin, work.segment.kv_head);
       origin = next_origin;
     }
     release_work(shared, slot);
+  }
+  if constexpr (kQFp8) {
+    wait_empty(shared, kEmpty, count);
+    if (producer_lane() == 0) {
+      shared.control->copied[count % kNumStages].first_missing = KeyBounds::kNoTile;
+      mbarrier_arrive(shared.barrier(kFull + count % kNumStages));
+    }
   }
 }
