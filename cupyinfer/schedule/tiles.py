@@ -217,8 +217,7 @@ def fa3_tile_config(cta_tile_q: int, head_dim_qk: int, head_dim_vo: int, kv_tile
     if kv_tile not in choices:
         raise UnsupportedError(f"kv_tile: got {kv_tile}, fa3 has {', '.join(map(str, choices))} at head_dim {head_dim_qk}")
     smem = fa3_smem_bytes(cta_tile_q, kv_tile, _FA3_STAGES, head_dim_qk, head_dim_vo, kv_itemsize)
-    num_warps = (8 if kv_itemsize == 1 else 4) + cta_tile_q // 16
-    return TileConfig(cta_tile_q, kv_tile, num_warps, _FA3_STAGES, smem, 1)
+    return TileConfig(cta_tile_q, kv_tile, 4 + cta_tile_q // 16, _FA3_STAGES, smem, 1)
 
 
 def fa3_smem_bytes(cta_tile_q: int, kv_tile: int, num_stages: int, head_dim_qk: int, head_dim_vo: int, kv_itemsize: int = 2) -> int:

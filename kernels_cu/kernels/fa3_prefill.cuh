@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention on Hopper: warpgroup 0 moves data, K and V tiles in bulk, of fp8 a second turns values, the others multiply 64 packed query rows each.
+// Attention on Hopper: warpgroup 0 moves data, K and V tiles in bulk, the others multiply them with 64 packed query rows each.
 #pragma once
 
 #include "tile/fa3_consumer.cuh"
@@ -22,14 +22,13 @@ extern "C" __global__ void __launch_bounds__(kCtaThreads, 1) attention(const __g
     int warp = threadIdx.x / 32;
     if (warp == kKWarp) {
       produce_k(params, shared);
-    } else if (warp == kVWarp) {
+    } else if (kQFp8 && warp >= kFirstTurner) {
+      if constexpr (kQFp8) turn_all_values(shared, warp - kFirstTurner);
+    } else if (!kQFp8 && warp == kVWarp) {
       produce_v(params, shared);
     } else {
       carry_rows(params, shared, (warp - kFirstRowsWarp) * kRowsOfWarp);
     }
-  } else if (threadIdx.x < kFeederThreads) {
-    give_up_registers<kTurnerRegisters>();
-    turn_all_values(shared, threadIdx.x / 32 % kTurners);
   } else {
     take_registers<kConsumerRegisters>();
     Consumer(params, shared).consume();

@@ -45,13 +45,7 @@ __device__ __forceinline__ void multiply_pv(Output& o, const Weights& p, unsigne
 #pragma unroll
   for (int step = 0; step < kKvTile / kStepElements; ++step) {
     int offset = kQFp8 ? step / kTurnedSteps * kTurnedBlockBytes + step % kTurnedSteps * 32 : step * kStepElements * kBlockRowBytes;
-    if constexpr (kQFp8 && kHeadDimVo == 256) {
-      // Five warpgroups start with too few registers for ptxas to take all columns at once.
-      Product<true, 128>::Type::registers(reinterpret_cast<float(&)[64]>(o[0]), p + step * 4, v + offset / 16, 1);
-      Product<true, 128>::Type::registers(reinterpret_cast<float(&)[64]>(o[64]), p + step * 4, v + (offset + 128 * kTurnedRowBytes) / 16, 1);
-    } else {
-      Product<kQFp8, kHeadDimVo>::Type::registers(o, p + step * 4, v + offset / 16, 1);
-    }
+    Product<kQFp8, kHeadDimVo>::Type::registers(o, p + step * 4, v + offset / 16, 1);
   }
   wgmma_commit();
 }
@@ -65,7 +59,7 @@ struct Consumer {
   unsigned slot = 0;    // of the current segment
 
   __device__ __forceinline__ Consumer(const Fa3Params& params, const Shared& shared)
-      : params(params), shared(shared), bank(shared), index(threadIdx.x / kWarpgroupThreads - kFeeders), warp(threadIdx.x / 32 % 4) {}
+      : params(params), shared(shared), bank(shared), index(threadIdx.x / kWarpgroupThreads - 1), warp(threadIdx.x / 32 % 4) {}
 
   __device__ __forceinline__ void begin_turn() const {
     if constexpr (kTakeTurns) named_barrier_sync(kTurnBarrier + index, 2 * kWarpgroupThreads);
@@ -80,7 +74,7 @@ struct Consumer {
   // Exponentials are computed before the wait that follows: a store of what depends on all of them cannot sink below it.
   __device__ __forceinline__ void order_before_wait(const RowState& state) const {
     if constexpr (!kExponentialsFirst) return;
-    asm volatile("st.shared.f32 [%0], %1;" ::"r"(smem_address(&shared.control->order[threadIdx.x - kFeederThreads])), "f"(state.sum[0] + state.sum[1])
+    asm volatile("st.shared.f32 [%0], %1;" ::"r"(smem_address(&shared.control->order[threadIdx.x - kWarpgroupThreads])), "f"(state.sum[0] + state.sum[1])
                  : "memory");
   }
 

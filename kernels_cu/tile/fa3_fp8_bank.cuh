@@ -16,7 +16,7 @@ struct OutputBank {
   int tiles_left;      // until the next deposit
   float reference[2];  // log2 of what a deposited value 1 stands for; kNothing before the first deposit of a segment
 
-  __device__ __forceinline__ explicit OutputBank(const Shared& shared) : slot(shared.base + kBankOffset + (threadIdx.x - kFeederThreads) * 16) {}
+  __device__ __forceinline__ explicit OutputBank(const Shared& shared) : slot(shared.base + kBankOffset + (threadIdx.x - kWarpgroupThreads) * 16) {}
 
   // A segment begins.
   __device__ __forceinline__ void open() { tiles_left = kBankTiles, reference[0] = kNothing; }

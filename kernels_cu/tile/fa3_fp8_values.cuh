@@ -5,12 +5,12 @@
 #include "ptx/ldmatrix.cuh"
 #include "tile/fa3_layout.cuh"
 
-// A warp turns these 16-byte chunks of every key, 32 keys of one chunk at a time, with as many of those on their way as its registers hold.
-constexpr unsigned kTurnerChunks = kHeadDimVo / 16 / kTurners, kTurnedUnits = kKvTile / 32 * kTurnerChunks, kTurnBatch = 4;
-static_assert(kTurnerChunks >= 1 && (kTurnerChunks & kTurnerChunks - 1) == 0 && kBlockRowBytes / 16 % kTurnerChunks == 0, "a warp's chunks lie in one block");
+// A warp turns these 16-byte chunks of every key, so many at a time.
+constexpr unsigned kTurnerChunks = kHeadDimVo / 16 / kTurners, kTurnBatch = kTurnerChunks < 4 ? kTurnerChunks : 4;
+static_assert(kTurnerChunks % kTurnBatch == 0 && kBlockRowBytes / 16 % kTurnerChunks == 0, "a warp's chunks lie in one block");
 
 // Keys of a copied tile that no row sees or that do not exist become zeros: they hold any bits at all, and 0 * NaN is NaN. Each warp
-// clears what it turns. `source` is the start of its block, `first_chunk` lies in there.
+// clears what it turns: `first_chunk` on of the block at `source`.
 __device__ __forceinline__ void clear_copied_values(unsigned source, unsigned first_chunk, const KeyBounds& bounds) {
 #pragma unroll 1
   for (int key = producer_lane(); key < kKvTile; key += 32) {
@@ -27,35 +27,33 @@ __device__ __forceinline__ void clear_copied_values(unsigned source, unsigned fi
 // 2g + 1 of keys 2c, 2c + 1, 2c + 8 and 2c + 9 of each 16, in pairs of dims; two byte permutations part even from odd dims. The four keys
 // are stored as 4c to 4c + 3: that is the order in which a thread's own weights are summed (see pack_weights). Of 16 dims the even ones
 // become rows 0 to 7 and the odd ones rows 8 to 15, so that eight stored rows never share a bank; outputs are put back in order (see
-// output_dims).
+// run_element).
 __device__ __forceinline__ void turn_values(unsigned source, unsigned first_chunk, unsigned turned) {
   constexpr unsigned kTurnedChunks = kTurnedRowBytes / 16;
   unsigned lane = producer_lane(), row = lane % 16, half = lane / 16;
   source += Swizzle<kBlockRowBytes>::offset(lane, first_chunk);
-  turned += Swizzle<kTurnedRowBytes>::offset(row, half);
+#pragma unroll 1
+  for (unsigned keys = 0; keys < kKvTile / 32; ++keys, source += 32 * kBlockRowBytes) {
+    unsigned target = turned + keys * 2 / kTurnedChunks * kTurnedBlockBytes + Swizzle<kTurnedRowBytes>::offset(row, (keys * 2 + half) % kTurnedChunks);
 #pragma unroll
-  for (unsigned first = 0; first < kTurnedUnits; first += kTurnBatch) {
-    unsigned r[kTurnBatch][4];
+    for (unsigned first = 0; first < kTurnerChunks; first += kTurnBatch) {
+      unsigned r[kTurnBatch][4];
 #pragma unroll
-    for (unsigned unit = first; unit < first + kTurnBatch && unit < kTurnedUnits; ++unit) {
-      unsigned keys = unit / kTurnerChunks, chunk = unit % kTurnerChunks;
-      // 32 rows further the swizzle is the same.
-      ldmatrix_x4_trans(r[unit - first], Swizzle<kBlockRowBytes>::advance(source, chunk) + keys * 32 * kBlockRowBytes);
-    }
+      for (unsigned i = 0; i < kTurnBatch; ++i) ldmatrix_x4_trans(r[i], Swizzle<kBlockRowBytes>::advance(source, first + i));
 #pragma unroll
-    for (unsigned unit = first; unit < first + kTurnBatch && unit < kTurnedUnits; ++unit) {
-      unsigned keys = unit / kTurnerChunks, chunk = unit % kTurnerChunks, (&of)[4] = r[unit - first];
-      unsigned target = Swizzle<kTurnedRowBytes>::advance(turned, keys * 2 % kTurnedChunks) + keys * 2 / kTurnedChunks * kTurnedBlockBytes;
-      stmatrix_x4(target + chunk * 16 * kTurnedRowBytes, __byte_perm(of[0], of[1], 0x6420), __byte_perm(of[0], of[1], 0x7531),
-                  __byte_perm(of[2], of[3], 0x6420), __byte_perm(of[2], of[3], 0x7531));
+      for (unsigned i = 0; i < kTurnBatch; ++i) {
+        // 16 rows further the swizzle is the same.
+        stmatrix_x4(target + (first + i) * 16 * kTurnedRowBytes, __byte_perm(r[i][0], r[i][1], 0x6420), __byte_perm(r[i][0], r[i][1], 0x7531),
+                    __byte_perm(r[i][2], r[i][3], 0x6420), __byte_perm(r[i][2], r[i][3], 0x7531));
+      }
     }
   }
 }
 
-// Turner `warp` of kTurners: its share of every V tile of the CTA.
-__device__ __forceinline__ void turn_all_values(const Shared& shared, unsigned warp) {
+// Turner `turner`: its share of every V tile of the CTA.
+__device__ __forceinline__ void turn_all_values(const Shared& shared, unsigned turner) {
   constexpr unsigned kChunks = kBlockRowBytes / 16;
-  unsigned first_chunk = warp * kTurnerChunks;
+  unsigned first_chunk = turner * kTurnerChunks;
 #pragma unroll 1
   for (unsigned count = 0;; ++count) {
     wait_full(shared, kVCopied, count);

@@ -11,25 +11,22 @@
 constexpr bool kAlibi = kPosEncoding == PosEncoding::kAlibi;
 constexpr unsigned kFullWarp = 0xffffffffu;
 
-// The first warpgroup feeds the CTA, of fp8 a second one turns its values; each of the others owns 64 query rows.
-constexpr bool kQFp8 = kQElement == Element::kE4m3;
+// Warpgroup 0 feeds the CTA, each of the others owns 64 query rows.
 constexpr int kWarpgroupThreads = 128, kWarpgroupRows = 64, kWarpRows = 16;
-constexpr int kFeeders = kQFp8 ? 2 : 1, kFeederThreads = kFeeders * kWarpgroupThreads;
 constexpr int kConsumers = kCtaTileQ / kWarpgroupRows;
 constexpr int kConsumerThreads = kConsumers * kWarpgroupThreads, kConsumerWarps = kConsumerThreads / 32;
 constexpr int kCtaThreads = kNumWarps * 32;
-// Warps of warpgroup 0: one copies K and hands out segments, one copies V, and two carry queries and outputs, each half of the rows of
-// every consumer.
-constexpr int kKWarp = 0, kVWarp = 1, kFirstRowsWarp = 2, kRowsWarps = 2, kRowsOfWarp = kWarpgroupRows / kRowsWarps;
-// Warps that turn fp8 values, each a share of the dims.
-constexpr int kTurners = kWarpgroupThreads / 32;
-// Warps that read a published segment: all but the one that publishes.
-constexpr int kWorkReaders = kConsumerWarps + 1 + kRowsWarps;
-// Registers of a thread after warpgroups have shared them out anew; together they are what the CTA starts with.
-constexpr int kProducerRegisters = kQFp8 ? (kConsumers == 3 ? 24 : 40) : kConsumers == 3 ? 32 : kHeadDimVo <= 64 ? 72 : 56;
-constexpr int kTurnerRegisters = 24;
+// Warps of warpgroup 0. Of 16 bits one copies K and hands out segments, one copies V, and two carry queries and outputs, 32 rows of every
+// consumer at a time. Of fp8 one copies K and V, one carries rows, and two turn values, each a share of the dims.
+constexpr bool kQFp8 = kQElement == Element::kE4m3;
+constexpr int kKWarp = 0, kVWarp = 1, kFirstRowsWarp = kQFp8 ? 1 : 2, kRowsWarps = kQFp8 ? 1 : 2, kRowsOfWarp = 32;
+constexpr int kFirstTurner = kFirstRowsWarp + kRowsWarps, kTurners = kQFp8 ? 2 : 0;
+// Warps that read a published segment: all but the one that publishes, and those that turn values.
+constexpr int kWorkReaders = kConsumerWarps + 3 - kTurners;
+// Registers of a thread after warpgroups have shared them out anew; together they are at most what the CTA starts with.
+constexpr int kProducerRegisters = kConsumers == 3 ? 32 : kQFp8 ? 40 : kHeadDimVo <= 64 ? 72 : 56;
 constexpr bool kFewRegisters = kProducerRegisters <= 40;
-constexpr int kConsumerRegisters = kConsumers == 3 ? (kQFp8 ? 144 : 160) : kHeadDimVo <= 64 && !kQFp8 ? 216 : 224;
+constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : kQFp8 ? 232 : kHeadDimVo <= 64 ? 216 : 224;
 
 // Operands of products are 16-bit elements, or e4m3 of queries and cache alike.
 constexpr int kElementBytes = kQFp8 ? 1 : 2;
@@ -71,7 +68,7 @@ enum Barrier { kKFull = 0, kKEmpty = kKFull + kNumStages, kVFull = kKEmpty + kNu
                kWorkFull = kVEmpty + kNumStages, kWorkEmpty = kWorkFull + kWorkSlots,
                // Of each consumer's buffers: queries are there; queries are done with, and outputs are there if the segment has any.
                kQFull = kWorkEmpty + kWorkSlots, kQDone = kQFull + kConsumers * kQBuffers,
-               // fp8 only: copies of V, from which warps turn the tiles.
+               // fp8 only: copies of V, from which warps turn tiles.
                kVCopied = kQDone + kConsumers * kQBuffers, kVTurned = kVCopied + kNumStages, kNumBarriers = kVTurned + kNumStages };
 
 using Cursor = WorkCursor<false, kFewRegisters>;
@@ -105,12 +102,12 @@ constexpr int kControlBytes = 1024 + kCtaTileQ * 8, kAlignmentSlack = 1024;
 static_assert(sizeof(Control) <= kControlBytes, "the control block has outgrown its place");
 static_assert(kSmemBytes == kControlOffset + kControlBytes + kAlignmentSlack, "fa3_smem_bytes in cupyinfer/schedule/tiles.py says otherwise");
 static_assert(kConsumers == 2 || kConsumers == 3 && !kSoftCap && !kAlibi, "registers are shared out among so many");
-static_assert(kCtaTileQ % kWarpgroupRows == 0 && kCtaThreads == kConsumerThreads + kFeederThreads, "a consumer per 64 rows, and who feeds them");
+static_assert(kCtaTileQ % kWarpgroupRows == 0 && kCtaThreads == kConsumerThreads + kWarpgroupThreads, "a consumer per 64 rows, and a producer");
 static_assert(!kQFp8 || kKvElement == Element::kE4m3, "fp8 queries meet a cache of their own type");
 static_assert(kHeadDimQk % kBlockColumns == 0 && kHeadDimVo % kBlockColumns == 0 && kKvTile % (32 / kElementBytes) == 0, "tiles are whole blocks");
 
 __device__ __forceinline__ int lane_idx() { return threadIdx.x % 32; }
-// The same for warpgroups whose few registers must not hold what follows from it through whole loops: read anew each time.
+// The same for warpgroup 0, whose few registers must not hold what follows from it through whole loops: read anew each time.
 __device__ __forceinline__ int producer_lane() {
   int lane;
   asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
@@ -168,8 +165,8 @@ __device__ __forceinline__ void init_barriers(const Fa3Params& params, const Sha
     mbarrier_init(shared.barrier(kWorkFull + slot), 1), mbarrier_init(shared.barrier(kWorkEmpty + slot), kWorkReaders);
   }
   for (int buffer = 0; buffer < kConsumers * kQBuffers; ++buffer) {
-    // Copies by the copy engine are announced by one lane, others by the lane that makes them.
-    mbarrier_init(shared.barrier(kQFull + buffer), kRowsWarps * (params.q_boxes ? 1 : 32));
+    // Copies by the copy engine are announced by one lane, others by the lane that makes them, 32 rows at a time.
+    mbarrier_init(shared.barrier(kQFull + buffer), kWarpgroupRows / kRowsOfWarp * (params.q_boxes ? 1 : 32));
     mbarrier_init(shared.barrier(kQDone + buffer), kWarpgroupThreads / 32);
   }
   mbarrier_init_fence();
@@ -194,7 +191,7 @@ __device__ __forceinline__ void sync_warpgroup(int consumer) { named_barrier_syn
 
 // The threads that merge parts.
 struct ConsumerThreads {
-  static __device__ __forceinline__ int index() { return threadIdx.x - kFeederThreads; }
+  static __device__ __forceinline__ int index() { return threadIdx.x - kWarpgroupThreads; }
   static __device__ __forceinline__ int count() { return kConsumerThreads; }
   static __device__ __forceinline__ void sync() { named_barrier_sync(kConsumerBarrier, kConsumerThreads); }
 };

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The warps that copy K and V: one walks the CTA's segments and publishes them, and each keeps its tiles arriving ahead of the consumers.
+// The warps that copy K and V: one walks the CTA's segments and publishes them, and tiles arrive ahead of the consumers. Of fp8 one warp
+// copies both.
 #pragma once
 
 #include "tile/fa3_layout.cuh"
@@ -60,7 +61,26 @@ __device__ __forceinline__ void copy_tile(const Fa3Params& params, const TensorM
   __syncwarp();
 }
 
-// Copy every K tile of the CTA, and publish its segments. What it needs of a segment is read from shared memory each time: this warp
+// Start copying tile `count` of fp8 values from `key_begin` on, for the warps that turn it, which cannot know where it ends.
+__device__ __forceinline__ void copy_values_to_turn(const Fa3Params& params, const Shared& shared, const QueuedWork& work, int key_begin, unsigned count,
+                                                    const BoxOrigin& origin) {
+  wait_empty(shared, kVTurned, count);
+  if (producer_lane() == 0) {
+    shared.control->copied[count % kNumStages] = {work.segment.first_seen - key_begin, work.tile.kv_len - key_begin};
+  }
+  copy_tile<kVoBlocks>(params, params.v, shared.v_copy(count), shared.barrier(kVCopied + count % kNumStages), origin, work.segment.kv_head);
+}
+
+// There are `count` tiles.
+__device__ __forceinline__ void end_values_to_turn(const Shared& shared, unsigned count) {
+  wait_empty(shared, kVTurned, count);
+  if (producer_lane() == 0) {
+    shared.control->copied[count % kNumStages].first_missing = KeyBounds::kNoTile;
+    mbarrier_arrive(shared.barrier(kVCopied + count % kNumStages));
+  }
+}
+
+// Copy every K tile of the CTA, of fp8 every V tile as well, and publish its segments. What it needs of a segment is read from shared memory each time: this warp
 // has few registers, and publishing takes most of them.
 __device__ __forceinline__ void produce_k(const Fa3Params& params, const Shared& shared) {
   // Before the first segment, one without keys: publishing has one place, behind the first tile of the segment before.
@@ -85,7 +105,9 @@ __device__ __forceinline__ void produce_k(const Fa3Params& params, const Shared&
         // The page table is read one tile ahead.
         BoxOrigin next_origin(params, work, key_begin + kKvTile);
         wait_empty(shared, kKEmpty, count);
+        if constexpr (kQFp8 && !kPaged) origin = BoxOrigin(params, work, key_begin);  // a register less than one kept
         copy_tile<kQkBlocks>(params, params.k, shared.k_tile(count), shared.barrier(kKFull + count % kNumStages), origin, work.segment.kv_head);
+        if constexpr (kQFp8) copy_values_to_turn(params, shared, work, key_begin, count, origin);
         origin = next_origin;
         ++count;
       }
@@ -94,37 +116,26 @@ __device__ __forceinline__ void produce_k(const Fa3Params& params, const Shared&
       key_begin += kKvTile;
     } while (key_begin < work.segment.kv_end);
   }
+  if constexpr (kQFp8) end_values_to_turn(shared, count);
 }
 
-// Copy every V tile of the CTA: to the consumers, or of fp8 to the warps that turn it.
+// Copy every V tile of the CTA.
 __device__ __forceinline__ void produce_v(const Fa3Params& params, const Shared& shared) {
-  constexpr Barrier kFull = kQFp8 ? kVCopied : kVFull, kEmpty = kQFp8 ? kVTurned : kVEmpty;
   if (producer_lane() == 0) tma_prefetch_map(params.v);
   unsigned count = 0;
 #pragma unroll 1
   for (unsigned slot = 0;; ++slot) {
     const QueuedWork& work = wait_for_work(shared, slot);
-    if (!work.valid) break;
+    if (!work.valid) return;
     int key_begin = work.segment.kv_begin;
     BoxOrigin origin(params, work, key_begin);
 #pragma unroll 1
     for (; key_begin < work.segment.kv_end; key_begin += kKvTile, ++count) {
       BoxOrigin next_origin(params, work, key_begin + kKvTile);
-      wait_empty(shared, kEmpty, count);
-      if (kQFp8 && producer_lane() == 0) {
-        shared.control->copied[count % kNumStages] = {work.segment.first_seen - key_begin, work.tile.kv_len - key_begin};
-      }
-      unsigned tile = kQFp8 ? shared.v_copy(count) : shared.v_tile(count);
-      copy_tile<kVoBlocks>(params, params.v, tile, shared.barrier(kFull + count % kNumStages), origin, work.segment.kv_head);
+      wait_empty(shared, kVEmpty, count);
+      copy_tile<kVoBlocks>(params, params.v, shared.v_tile(count), shared.barrier(kVFull + count % kNumStages), origin, work.segment.kv_head);
       origin = next_origin;
     }
     release_work(shared, slot);
-  }
-  if constexpr (kQFp8) {
-    wait_empty(shared, kEmpty, count);
-    if (producer_lane() == 0) {
-      shared.control->copied[count % kNumStages].first_missing = KeyBounds::kNoTile;
-      mbarrier_arrive(shared.barrier(kFull + count % kNumStages));
-    }
   }
 }

@@ -74,7 +74,7 @@ __device__ __forceinline__ void store_output_rows(const Fa3Params& params, const
   __syncwarp();
 }
 
-// One of the warps, over all segments of the CTA: of every consumer the rows from `row_begin` on.
+// One of the warps, over all segments of the CTA: of every consumer 32 rows from `row_begin` on, and more where it is the only one.
 __device__ __forceinline__ void carry_rows(const Fa3Params& params, const Shared& shared, int row_begin) {
   if (producer_lane() == 0) {
     if (params.q_boxes) tma_prefetch_map(params.q);
@@ -93,9 +93,19 @@ __device__ __forceinline__ void carry_rows(const Fa3Params& params, const Shared
       if (slot >= kQBuffers) {
         const QueuedWork& finished = shared.work(slot - kQBuffers);
         mbarrier_sleep(shared.barrier(kQDone + buffer), (slot / kQBuffers & 1) ^ 1);
-        if (finished.is_staged()) store_output_rows(params, finished, shared.q_tile(consumer, slot), consumer, row_begin);
+        if (finished.is_staged()) {
+#pragma unroll 1
+          for (int row = row_begin; row < kWarpgroupRows; row += kRowsWarps * kRowsOfWarp) {
+            store_output_rows(params, finished, shared.q_tile(consumer, slot), consumer, row);
+          }
+        }
       }
-      if (loads) load_query_rows(params, shared.work(slot), shared.q_tile(consumer, slot), consumer, row_begin, shared.barrier(kQFull + buffer));
+      if (loads) {
+#pragma unroll 1
+        for (int row = row_begin; row < kWarpgroupRows; row += kRowsWarps * kRowsOfWarp) {
+          load_query_rows(params, shared.work(slot), shared.q_tile(consumer, slot), consumer, row, shared.barrier(kQFull + buffer));
+        }
+      }
     }
     if (slot >= kQBuffers) release_work(shared, slot - kQBuffers);
   }
