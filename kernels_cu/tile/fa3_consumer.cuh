@@ -6,14 +6,18 @@
 #include "tile/fa3_fp8_bank.cuh"
 #include "tile/fa3_output.cuh"
 
-// Warpgroups take turns to issue products, so that one's softmax runs under the other's. Wide heads have enough products of their own, and
-// fp8 tiles of 160 keys are 1 to 3% faster without: measured on an H200, 770 TFLOP/s against 764 on 16384 keys, 700 against 678 causal on
-// 4096. Those of 128 keys are not.
-constexpr bool kTakeTurns = kHeadDimVo <= 128 && !(kQFp8 && kKvTile > 128);
+// Warpgroups take turns to issue products, so that one's softmax runs under the other's. Wide heads have enough products of their own.
+constexpr bool kTakeTurns = kHeadDimVo <= 128;
+// Whether a turn lasts until its products are done, rather than issued. fp8 ones are so short that warpgroups would fall in step, and then
+// all multiply and all wait for their softmax at once.
+constexpr bool kTurnsLast = kQFp8;
 // Whether a warpgroup's exponentials must run under its own product with values. ptxas would move them behind it, and beside one other
 // warpgroup that leaves the tensor cores idle. Three keep them busy in any order, and then the order ptxas finds is 9% faster: measured
 // on an H200 at head_dim 64, 503 TFLOP/s against 460 on 16384 keys. So do two with tiles of 160 keys: 620 against 608 at head_dim 128.
-constexpr bool kExponentialsFirst = kConsumers == 2 && kKvTile <= 128;
+constexpr bool kExponentialsFirst = !kQFp8 && kConsumers == 2 && kKvTile <= 128;
+// Whether a tile's maxima are found under the warpgroup's own product with values, and the exponentials come behind it: beside products
+// they take twice as long, and keep the turn from being given on.
+constexpr bool kMaximaFirst = kQFp8 && kConsumers == 2;
 // What is the same for the warpgroups' descriptors; V is summed over its rows, and its column blocks are a tile apart. A turned V is
 // summed along its rows, as K is.
 constexpr unsigned long long kRowsAreColumns = wgmma_rows_base<kBlockRowBytes>();
@@ -71,11 +75,26 @@ struct Consumer {
   __device__ __forceinline__ void release(Barrier ring, unsigned tile) const {
     if (threadIdx.x % kWarpgroupThreads == 0) mbarrier_arrive(shared.barrier(ring + tile % kNumStages));
   }
-  // Exponentials are computed before the wait that follows: a store of what depends on all of them cannot sink below it.
-  __device__ __forceinline__ void order_before_wait(const RowState& state) const {
-    if constexpr (!kExponentialsFirst) return;
-    asm volatile("st.shared.f32 [%0], %1;" ::"r"(smem_address(&shared.control->order[threadIdx.x - kWarpgroupThreads])), "f"(state.sum[0] + state.sum[1])
-                 : "memory");
+  // What `value` depends on is computed before the wait that follows: a store of it cannot sink below that.
+  __device__ __forceinline__ void order_before_wait(float value) const {
+    asm volatile("st.shared.f32 [%0], %1;" ::"r"(smem_address(&shared.control->order[threadIdx.x - kWarpgroupThreads])), "f"(value) : "memory");
+  }
+  // Logits to weights while the product with the values of the tile before runs, and the end of that product.
+  __device__ __forceinline__ void softmax_under_product(const ThreadRows& rows, Logits& s, Weights& p, RowState& state, Output& o, float (&rescale)[2]) const {
+    update_reference(params.base, rows, s, state, rescale);
+    if constexpr (kMaximaFirst) {
+      order_before_wait(state.max[0] + state.max[1]);
+    } else {
+      exponentiate(params.base, rows, s, state, rescale);
+      if constexpr (kExponentialsFirst) order_before_wait(state.sum[0] + state.sum[1]);
+    }
+    wgmma_wait<0>();
+    if constexpr (kTurnsLast) end_turn();
+    bind_registers(o);
+    bind_registers(s);
+    release(kVEmpty, count);
+    if constexpr (kMaximaFirst) exponentiate(params.base, rows, s, state, rescale);
+    pack_weights(s, p);
   }
 
   // V rows past the request's last key, or left of every row's window, hold what was there before, or belong to others: any bits at
@@ -113,7 +132,8 @@ struct Consumer {
     release(kKEmpty, count);
     finish_logits(params.base, work, index, rows, work.segment.kv_begin, s);
     float rescale[2];
-    update_softmax(params.base, rows, s, state, rescale);
+    update_reference(params.base, rows, s, state, rescale);
+    exponentiate(params.base, rows, s, state, rescale);
     pack_weights(s, p);
   }
 
@@ -135,18 +155,12 @@ struct Consumer {
       wait_full(shared, kVFull, count);
       wgmma_fence();
       multiply_pv(o, p, shared.v_tile(count));
-      end_turn();
+      if constexpr (!kTurnsLast) end_turn();
       wgmma_wait<1>();
       bind_registers(s);
       release(kKEmpty, count + 1);
       finish_logits(params.base, work, index, rows, key_begin, s);
-      update_softmax(params.base, rows, s, state, rescale);
-      order_before_wait(state);
-      wgmma_wait<0>();
-      bind_registers(o);
-      bind_registers(s);
-      release(kVEmpty, count);
-      pack_weights(s, p);
+      softmax_under_product(rows, s, p, state, o, rescale);
       rescale_output(o, rescale);
       if constexpr (kHasBank) bank.deposit(o, state);
       ++count;
@@ -186,7 +200,7 @@ struct Consumer {
     wgmma_fence();
     multiply_qk(s, shared.q_tile(index, slot + 1), shared.k_tile(count + 1));
     multiply_pv(o, p, shared.v_tile(count));
-    end_turn();
+    if constexpr (!kTurnsLast) end_turn();
     rows = ThreadRows(params.base, following, index, warp);
     RowState finished = state;
     state = {{kNoMax, kNoMax}, {0.f, 0.f}};
@@ -195,13 +209,7 @@ struct Consumer {
     release(kKEmpty, count + 1);
     finish_logits(params.base, following, index, rows, following.segment.kv_begin, s);
     float rescale[2];
-    update_softmax(params.base, rows, s, state, rescale);
-    order_before_wait(state);
-    wgmma_wait<0>();
-    bind_registers(o);
-    bind_registers(s);
-    release(kVEmpty, count);
-    pack_weights(s, p);
+    softmax_under_product(rows, s, p, state, o, rescale);
     ++count;
     if constexpr (kHasBank) bank.withdraw(o, finished);
     bank.open();

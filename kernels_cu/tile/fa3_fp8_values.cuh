@@ -57,7 +57,7 @@ __device__ __forceinline__ void turn_all_values(const Shared& shared, unsigned t
 #pragma unroll 1
   for (unsigned count = 0;; ++count) {
     wait_full(shared, kVCopied, count);
-    KeyBounds bounds = shared.control->copied[count % kNumStages];
+    KeyBounds bounds = shared.control->copied[count % kCopyStages];
     if (bounds.first_missing == KeyBounds::kNoTile) return;
     unsigned source = shared.v_copy(count) + first_chunk / kChunks * kKvBlockBytes;
     if (bounds.first_seen > 0 || bounds.first_missing < kKvTile) clear_copied_values(source, first_chunk % kChunks, bounds);
@@ -67,7 +67,7 @@ __device__ __forceinline__ void turn_all_values(const Shared& shared, unsigned t
     __syncwarp();
     if (producer_lane() == 0) {
       mbarrier_arrive(shared.barrier(kVFull + count % kNumStages));
-      mbarrier_arrive(shared.barrier(kVTurned + count % kNumStages));
+      mbarrier_arrive(shared.barrier(kVTurned + count % kCopyStages));
     }
   }
 }

@@ -20,9 +20,9 @@ constexpr int kCtaThreads = kNumWarps * 32;
 // consumer at a time. Of fp8 one copies K and V, one carries rows, and two turn values, each a share of the dims.
 constexpr bool kQFp8 = kQElement == Element::kE4m3;
 constexpr int kKWarp = 0, kVWarp = 1, kFirstRowsWarp = kQFp8 ? 1 : 2, kRowsWarps = kQFp8 ? 1 : 2, kRowsOfWarp = 32;
-constexpr int kFirstTurner = kFirstRowsWarp + kRowsWarps, kTurners = kQFp8 ? 2 : 0;
+constexpr int kFirstTurner = kFirstRowsWarp + kRowsWarps, kTurners = 2;
 // Warps that read a published segment: all but the one that publishes, and those that turn values.
-constexpr int kWorkReaders = kConsumerWarps + 3 - kTurners;
+constexpr int kWorkReaders = kConsumerWarps + 3 - (kQFp8 ? kTurners : 0);
 // Registers of a thread after warpgroups have shared them out anew; together they are at most what the CTA starts with.
 constexpr int kProducerRegisters = kConsumers == 3 ? 32 : kQFp8 ? 40 : kHeadDimVo <= 64 ? 72 : 56;
 constexpr bool kFewRegisters = kProducerRegisters <= 40;
@@ -49,6 +49,8 @@ constexpr int kOBlocks = kHeadDimVo / kOBlockColumns, kOBytes = kOBlocks * kOBlo
 constexpr int kRowsBytes = kQBytes > kOBytes ? kQBytes : kOBytes;
 constexpr int kQBuffers = kHeadDimQk > 128 ? 1 : kQFp8 || kKvTile > 128 ? 2 : 3;
 constexpr bool kJoinSegments = kQBuffers > 1;
+// Copies of V are in flight beside its tiles, as many as there is room for.
+constexpr int kCopyStages = kKvTile > 160 ? 1 : kNumStages;
 
 // A segment as the producer hands it on; `valid` is false past the last one.
 struct QueuedWork {
@@ -69,7 +71,10 @@ enum Barrier { kKFull = 0, kKEmpty = kKFull + kNumStages, kVFull = kKEmpty + kNu
                // Of each consumer's buffers: queries are there; queries are done with, and outputs are there if the segment has any.
                kQFull = kWorkEmpty + kWorkSlots, kQDone = kQFull + kConsumers * kQBuffers,
                // fp8 only: copies of V, from which warps turn tiles.
-               kVCopied = kQDone + kConsumers * kQBuffers, kVTurned = kVCopied + kNumStages, kNumBarriers = kVTurned + kNumStages };
+               kVCopied = kQDone + kConsumers * kQBuffers, kVTurned = kVCopied + kNumStages, kNumBarriers = kVTurned + (kQFp8 ? kNumStages : 0) };
+
+// Stages of a ring of tiles, which one of its barriers names.
+__device__ __forceinline__ constexpr int ring_stages(int ring) { return ring == kVCopied || ring == kVTurned ? kCopyStages : kNumStages; }
 
 using Cursor = WorkCursor<false, kFewRegisters>;
 
@@ -84,7 +89,7 @@ struct Control {
   QueuedWork works[kWorkSlots];
   Cursor cursor;                  // of the warp that publishes
   KeyBounds copied[kNumStages];   // of the copies of V
-  float order[kConsumerThreads];  // written so that exponentials come before a wait, never read
+  float order[kConsumerThreads];  // written so that exponentials or maxima come before a wait, never read
   int is_last;
 };
 
@@ -94,7 +99,7 @@ constexpr bool kHasBank = kQFp8;
 
 // Byte offsets from the first multiple of 1024 in dynamic shared memory.
 constexpr int kKOffset = 0, kVOffset = kKOffset + kNumStages * kKBytes, kVCopyOffset = kVOffset + kNumStages * kVBytes;
-constexpr int kQOffset = kVCopyOffset + (kQFp8 ? kNumStages * kVBytes : 0);
+constexpr int kQOffset = kVCopyOffset + (kQFp8 ? kCopyStages * kVBytes : 0);
 constexpr int kBankOffset = kQOffset + kConsumers * kQBuffers * kRowsBytes;
 constexpr int kControlOffset = kBankOffset + (kHasBank ? kCtaTileQ * kHeadDimVo * 2 : 0);
 constexpr int kControlBytes = 1024 + kCtaTileQ * 8, kAlignmentSlack = 1024;
@@ -129,7 +134,7 @@ struct Shared {
   __device__ __forceinline__ unsigned k_tile(unsigned count) const { return base + kKOffset + count % kNumStages * kKBytes; }
   __device__ __forceinline__ unsigned v_tile(unsigned count) const { return base + kVOffset + count % kNumStages * kVBytes; }
   // Where fp8 values arrive, before they are turned into a V tile.
-  __device__ __forceinline__ unsigned v_copy(unsigned count) const { return base + kVCopyOffset + count % kNumStages * kVBytes; }
+  __device__ __forceinline__ unsigned v_copy(unsigned count) const { return base + kVCopyOffset + count % kCopyStages * kVBytes; }
   // Queries, and then outputs, of the segment in slot `slot` of the work ring.
   __device__ __forceinline__ int q_buffer(int consumer, unsigned slot) const { return consumer * kQBuffers + slot % kQBuffers; }
   __device__ __forceinline__ unsigned q_tile(int consumer, unsigned slot) const { return base + kQOffset + q_buffer(consumer, slot) * kRowsBytes; }
@@ -148,10 +153,10 @@ __device__ __forceinline__ unsigned output_chunk_offset(unsigned row, unsigned c
 
 // Wait until stage or slot `count` of a ring has been filled, or emptied by the user before.
 __device__ __forceinline__ void wait_full(const Shared& shared, Barrier ring, unsigned count) {
-  mbarrier_sleep(shared.barrier(ring + count % kNumStages), count / kNumStages & 1);
+  mbarrier_sleep(shared.barrier(ring + count % ring_stages(ring)), count / ring_stages(ring) & 1);
 }
 __device__ __forceinline__ void wait_empty(const Shared& shared, Barrier ring, unsigned count) {
-  mbarrier_sleep(shared.barrier(ring + count % kNumStages), (count / kNumStages & 1) ^ 1);
+  mbarrier_sleep(shared.barrier(ring + count % ring_stages(ring)), (count / ring_stages(ring) & 1) ^ 1);
 }
 
 // One thread of the CTA.

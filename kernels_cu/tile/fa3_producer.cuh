@@ -66,17 +66,17 @@ __device__ __forceinline__ void copy_values_to_turn(const Fa3Params& params, con
                                                     const BoxOrigin& origin) {
   wait_empty(shared, kVTurned, count);
   if (producer_lane() == 0) {
-    shared.control->copied[count % kNumStages] = {work.segment.first_seen - key_begin, work.tile.kv_len - key_begin};
+    shared.control->copied[count % kCopyStages] = {work.segment.first_seen - key_begin, work.tile.kv_len - key_begin};
   }
-  copy_tile<kVoBlocks>(params, params.v, shared.v_copy(count), shared.barrier(kVCopied + count % kNumStages), origin, work.segment.kv_head);
+  copy_tile<kVoBlocks>(params, params.v, shared.v_copy(count), shared.barrier(kVCopied + count % kCopyStages), origin, work.segment.kv_head);
 }
 
 // There are `count` tiles.
 __device__ __forceinline__ void end_values_to_turn(const Shared& shared, unsigned count) {
   wait_empty(shared, kVTurned, count);
   if (producer_lane() == 0) {
-    shared.control->copied[count % kNumStages].first_missing = KeyBounds::kNoTile;
-    mbarrier_arrive(shared.barrier(kVCopied + count % kNumStages));
+    shared.control->copied[count % kCopyStages].first_missing = KeyBounds::kNoTile;
+    mbarrier_arrive(shared.barrier(kVCopied + count % kCopyStages));
   }
 }
 

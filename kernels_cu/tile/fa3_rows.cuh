@@ -6,6 +6,8 @@
 #include "tile/fa3_layout.cuh"
 
 static_assert(kRowsOfWarp == 32, "a lane knows where a row lies");
+// How often a warp carries rows of each consumer.
+constexpr int kRowsTurns = kWarpgroupRows / kRowsOfWarp / kRowsWarps;
 constexpr int kQueryBoxBytes = kRowsOfWarp * kBlockRowBytes;
 
 // Where the box of packed rows from `row_begin` of a consumer on lies. A group divides 32, and so does it every first row.
@@ -95,15 +97,15 @@ __device__ __forceinline__ void carry_rows(const Fa3Params& params, const Shared
         mbarrier_sleep(shared.barrier(kQDone + buffer), (slot / kQBuffers & 1) ^ 1);
         if (finished.is_staged()) {
 #pragma unroll 1
-          for (int row = row_begin; row < kWarpgroupRows; row += kRowsWarps * kRowsOfWarp) {
-            store_output_rows(params, finished, shared.q_tile(consumer, slot), consumer, row);
+          for (int turn = 0; turn < kRowsTurns; ++turn) {
+            store_output_rows(params, finished, shared.q_tile(consumer, slot), consumer, row_begin + turn * kRowsOfWarp);
           }
         }
       }
       if (loads) {
 #pragma unroll 1
-        for (int row = row_begin; row < kWarpgroupRows; row += kRowsWarps * kRowsOfWarp) {
-          load_query_rows(params, shared.work(slot), shared.q_tile(consumer, slot), consumer, row, shared.barrier(kQFull + buffer));
+        for (int turn = 0; turn < kRowsTurns; ++turn) {
+          load_query_rows(params, shared.work(slot), shared.q_tile(consumer, slot), consumer, row_begin + turn * kRowsOfWarp, shared.barrier(kQFull + buffer));
         }
       }
     }

@@ -10,9 +10,11 @@
 // Stands for the maximum of a row that has seen no key: finite, so that -inf minus it is still -inf.
 constexpr float kNoMax = -1e30f;
 // How far a row's reference lies below its maximum when it is set, in powers of two, and how far at most before sums and output are
-// rescaled: half holds 2^8. So does e4m3, but with few bits: there the largest weight is 2^8 always, exactly, and weights down to 2^-18 of
-// it are kept.
-constexpr float kReferenceDepth = kQFp8 ? 8.f : 0.f, kLargestDepth = 8.f;
+// rescaled: half holds 2^8. e4m3 holds 448, with few bits: there the largest weight is 2^8 exactly when it sets the reference and less than
+// 2^8.75 later, and weights down to 2^-18 of the largest are kept.
+constexpr float kReferenceDepth = kQFp8 ? 8.f : 0.f, kLargestDepth = kQFp8 ? 8.75f : 8.f;
+// Whether maxima are found by comparing integers.
+constexpr bool kIntegerMaxima = kQFp8;
 // A scale of zero would turn a masked -inf into NaN.
 constexpr float kLeastScale = 1e-30f;
 
@@ -96,29 +98,66 @@ __device__ __forceinline__ void finish_logits(const AttentionParams& params, con
   }
 }
 
-// Take the logits of a tile into the running maximum and sum, and make them exponentials. `rescale` brings what was summed before to
-// the new maximum.
-__device__ __forceinline__ void update_softmax(const AttentionParams& params, const ThreadRows& rows, Logits& s, RowState& state, float (&rescale)[2]) {
+// The largest logit of each thread row, on each of its four lanes.
+__device__ __forceinline__ void find_maxima(const Logits& s, float (&largest)[2]) {
+  // Two chains per row, so that neighbouring operations do not wait for each other.
+  float chain[2][2];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) chain[i / 2][i % 2] = s[i];
+#pragma unroll
+  for (int i = 4; i < kKvTile / 2; ++i) chain[i / 2 % 2][i % 2] = fmaxf(chain[i / 2 % 2][i % 2], s[i]);
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    float x = fmaxf(chain[r][0], chain[r][1]);
+    x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, 1));
+    largest[r] = fmaxf(x, __shfl_xor_sync(kFullWarp, x, 2));
+  }
+}
+
+// The same from bits compared as integers, three at a time: right unless it is negative, and then negative too.
+__device__ __forceinline__ void find_positive_maxima(const Logits& s, float (&largest)[2]) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    int chain[2] = {__float_as_int(s[r * 2]), __float_as_int(s[r * 2 + 1])};
+#pragma unroll
+    for (int i = r * 2 + 4; i < kKvTile / 2; i += 4) {
+      chain[i / 4 % 2] = max(max(chain[i / 4 % 2], __float_as_int(s[i])), __float_as_int(s[i + 1]));
+    }
+    int x = max(chain[0], chain[1]);
+    x = max(x, __shfl_xor_sync(kFullWarp, x, 1));
+    largest[r] = __int_as_float(max(x, __shfl_xor_sync(kFullWarp, x, 2)));
+  }
+}
+
+// Take the logits of a tile into the running maximum. `rescale` brings what was summed before to the new one.
+__device__ __forceinline__ void update_reference(const AttentionParams& params, const ThreadRows& rows, const Logits& s, RowState& state, float (&rescale)[2]) {
   float scale[kRowScales];
 #pragma unroll
   for (int r = 0; r < kRowScales; ++r) scale[r] = exponent_scale(params, rows, r);
-  // Two chains per row, so that neighbouring operations do not wait for each other.
-  float largest[2][2], sum[2][2];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) largest[i / 2][i % 2] = s[i];
-#pragma unroll
-  for (int i = 4; i < kKvTile / 2; ++i) largest[i / 2 % 2][i % 2] = fmaxf(largest[i / 2 % 2][i % 2], s[i]);
+  float largest[2];
+  bool found = false;
+  if constexpr (kIntegerMaxima) {
+    find_positive_maxima(s, largest);
+    // Where no logit is positive, only a reference that lies below zero by more than its depth could move.
+    auto is_open = [&](int r) { return __float_as_int(largest[r]) < 0 && state.max[r] < -kLargestDepth; };
+    found = !__any_sync(kFullWarp, is_open(0) || is_open(1));
+  }
+  if (!found) find_maxima(s, largest);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    float x = fmaxf(largest[r][0], largest[r][1]);
-    x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, 1));
-    x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, 2));
     // A reference a little below the maximum is as good, and most tiles then leave the output as it is.
-    float scaled = x * scale[r % kRowScales];
+    float scaled = largest[r] * scale[r % kRowScales];
     float new_max = scaled > state.max[r] + kLargestDepth ? scaled - kReferenceDepth : state.max[r];
     rescale[r] = ex2(state.max[r] - new_max);
     state.max[r] = new_max;
   }
+}
+
+// Logits to exponentials, which join the running sum.
+__device__ __forceinline__ void exponentiate(const AttentionParams& params, const ThreadRows& rows, Logits& s, RowState& state, const float (&rescale)[2]) {
+  float scale[kRowScales], sum[2][2];
+#pragma unroll
+  for (int r = 0; r < kRowScales; ++r) scale[r] = exponent_scale(params, rows, r);
 #pragma unroll
   for (int i = 0; i < kKvTile / 2; ++i) {
     s[i] = ex2(fmaf(s[i], scale[i / 2 % 2 % kRowScales], -state.max[i / 2 % 2]));

@@ -50,7 +50,7 @@ BACKENDS = ["host", pytest.param("fa3", marks=pytest.mark.gpu)]
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
-@pytest.mark.parametrize("head_dims", FA3_TILES, ids=str)
+@pytest.mark.parametrize("head_dims", FA3_TILES[1], ids=str)
 @pytest.mark.parametrize("kind", [PAGED, PREFILL], ids=["paged", "ragged"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_plain_prefill(backend: str, kind: dict[str, Any], head_dims: tuple[int, int], causal: bool) -> None:
