@@ -222,11 +222,8 @@ struct Consumer {
     mbarrier_sleep(shared.barrier(kQFull + shared.q_buffer(index, some_slot)), some_slot / kQBuffers & 1);
     if (!params.q_boxes) fence_async_proxy();
   }
-  // The warp needs the current segment's queries no more.
-  __device__ __forceinline__ void hand_back_buffer() const {
-    __syncwarp();
-    if (lane_idx() == 0) mbarrier_arrive(shared.barrier(kQDone + shared.q_buffer(index, slot)));
-  }
+  // All threads: the warp needs the current segment's queries no more.
+  __device__ __forceinline__ void hand_back_buffer() const { mbarrier_arrive(shared.barrier(kQDone + shared.q_buffer(index, slot))); }
 
   // Hand finished rows to the warps that store them. No warp of the warpgroup may still be at the segment's products with keys.
   __device__ __forceinline__ void stage(const QueuedWork& work, const Output& o, RowState& state) {

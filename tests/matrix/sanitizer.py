@@ -123,22 +123,24 @@ def family_of(cell: Cell, backend: str) -> str:
     return "fa3" if backend == "fa3" else "fa2_decode" if cell.tile == "16" else "fa2_prefill"
 
 
-def cell_task(cell: Cell, backend: str, graph: bool, filled: Sequence[str]) -> Task:
-    """A cell, named with its kernels; rooms of those names are filled before each run."""
+def cell_task(cell: Cell, backend: str, graph: bool, filled: Sequence[str], crowded: bool = False) -> Task:
+    """A cell, named with its kernels; rooms of those names are filled before each run; `crowded` as for `run_cell`."""
     from tests.matrix.arena import Apart
     from tests.matrix.check import run_cell
 
     kernels = ", ".join(map(str, cell.variants(backend)))
-    return Task(f"{backend} {cell} ({kernels})", family_of(cell, backend), lambda: run_cell(cell, backend, Apart(filled), graph))
+    name = f"{'crowded ' if crowded else ''}{backend} {cell} ({kernels})"
+    return Task(name, family_of(cell, backend), lambda: run_cell(cell, backend, Apart(filled), graph, crowded))
 
 
-def tasks_of(cells: dict[str, list[Cell]], graph: bool, filled: Sequence[str] = ()) -> list[Task]:
-    """What to run: the helper kernels, then the cells of the backends in turn; arguments as for `cell_task`."""
+def tasks_of(cells: dict[str, list[Cell]], graph: bool, filled: Sequence[str] = (), crowded: bool = False) -> list[Task]:
+    """What to run: the helper kernels, then the cells of the backends in turn, each also `crowded` if asked for."""
     from tests.matrix.helper_calls import HELPER_CALLS
 
     turns = sorted((at / len(chosen), backend, cell) for backend, chosen in cells.items() for at, cell in enumerate(chosen))
     tasks = [Task(call.__name__, "helpers", call) for call in HELPER_CALLS]
-    return tasks + [cell_task(cell, backend, graph, filled) for _, backend, cell in turns]
+    kinds = (False, True) if crowded else (False,)
+    return tasks + [cell_task(cell, backend, graph, filled, kind) for _, backend, cell in turns for kind in kinds]
 
 
 def run_inside(tasks: Sequence[Task], seconds: float) -> None:
@@ -173,10 +175,10 @@ def compile_with_lines(variant: KernelVariant, arch: str) -> str | None:
 
 def inside_command(tool: str, family: str) -> list[str]:
     """What a tool is given to run, but for what is the same for all."""
-    # Racecheck follows shared memory, which a replay uses as an eager run does.
-    eager = ["--eager"] if tool == "racecheck" else []
+    # Racecheck follows shared memory, which a replay uses as an eager run does, and CTAs that do one segment never use twice.
+    shared = ["--eager", "--crowded"] if tool == "racecheck" else []
     filled = ["--fill-outputs"] if (tool, family) == ("initcheck", "fa3") else []
-    return [sys.executable, "-m", "tests.matrix.sanitizer", "--inside", "--family", family, *eager, *filled]
+    return [sys.executable, "-m", "tests.matrix.sanitizer", "--inside", "--family", family, *shared, *filled]
 
 
 def run_tools(sanitizer: str, tools: Sequence[str], families: Sequence[str], arguments: Sequence[str], seconds: float) -> int:
@@ -253,6 +255,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES), help="kernels to run")
     parser.add_argument("--family", choices=FAMILIES, help="with --inside: the tasks of these kernels alone")
     parser.add_argument("--eager", action="store_true", help="with --inside: no CUDA graphs")
+    parser.add_argument("--crowded", action="store_true", help="with --inside: each cell also on what is planned as one SM")
     parser.add_argument("--fill-outputs", action="store_true", help="with --inside: outputs are written before each run")
     arguments = parser.parse_args(argv)
     arch = FA3_ARCH if arguments.list else gpu_arch()
@@ -262,7 +265,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("\n".join(task.name for task in tasks_of(cells, True)))
         return 0
     if arguments.inside:
-        tasks = tasks_of(cells, not arguments.eager, ("out",) if arguments.fill_outputs else ())
+        tasks = tasks_of(cells, not arguments.eager, ("out",) if arguments.fill_outputs else (), arguments.crowded)
         run_inside([task for task in tasks if arguments.family in (None, task.family)], arguments.seconds)
         return 0
     sanitizer = find_sanitizer()

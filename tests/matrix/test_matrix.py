@@ -256,6 +256,10 @@ def test_a_sanitizer_run_has_helper_kernels_and_both_backends() -> None:
     assert [task.name for task in tasks[:3]] == ["appends", "append_indices", "merges"]
     assert [task.name.split()[0] for task in tasks[3:]] == ["fa2", "fa3", "fa2", "fa2", "fa3", "fa2"]
     assert {task.family for task in tasks} < set(sanitizer.FAMILIES) and tasks[4].family == "fa3" and "(fa3_q" in tasks[4].name
+    crowded = sanitizer.tasks_of({"fa2": full()[:2]}, graph=False, crowded=True)
+    assert [task.name for task in crowded[4::2]] == [f"crowded {task.name}" for task in crowded[3::2]]
+    with_crowds = {tool for tool in sanitizer.TOOLS if "--crowded" in sanitizer.inside_command(tool, "fa3")}
+    assert with_crowds == {"racecheck"}
 
 
 def test_tasks_inside_a_sanitizer(capsys: pytest.CaptureFixture[str]) -> None:
