@@ -90,7 +90,11 @@ def test_decode_on_fa3_is_no_test(tmp_path: Path) -> None:
     """An operation, a case named after it, a marked test; the other two backends keep all of them."""
     done = run_pytest(tmp_path, "--collect-only", "-q", tests=DECODE)
     collected = [line.partition("::")[2] for line in done.stdout.splitlines() if "::" in line]
-    assert [name for name in collected if "fa3" in name] == ["test_op[fa3-paged]", "test_named[fa3-decoder]", "test_named[fa3-paged-decode]"]
+    assert [name for name in collected if "fa3" in name] == [
+        "test_op[fa3-paged]",
+        "test_named[fa3-decoder]",
+        "test_named[fa3-paged-decode]",
+    ]
     assert sum("fa2" in name for name in collected) == sum("host" in name for name in collected) == 6
     assert "test_without_backend[decode]" in collected and "3 deselected" in done.stdout
 
