@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -27,6 +28,7 @@ from cupyinfer.jit.source import kernel_source
 from cupyinfer.jit.variant import HELPER_KERNELS, HelperVariant, KernelVariant
 from cupyinfer.schedule.profile import profile_for_arch
 from cupyinfer.schedule.tiles import FA3_ARCH
+from tests.matrix import fa3_calls
 from tests.matrix.cells import Cell, kernels_of, matrix_cells
 from tests.matrix.findings import BEGIN, count_reported, describe, excuse_of, parse_findings
 from tests.matrix.report import ROOT
@@ -134,13 +136,14 @@ def cell_task(cell: Cell, backend: str, graph: bool, filled: Sequence[str], crow
 
 
 def tasks_of(cells: dict[str, list[Cell]], graph: bool, filled: Sequence[str] = (), crowded: bool = False) -> list[Task]:
-    """What to run: the helper kernels, then the cells of the backends in turn, each also `crowded` if asked for."""
+    """What to run: helper kernels, the cells of the backends in turn, each also `crowded` if asked for, what fa3 has besides its cells."""
     from tests.matrix.helper_calls import HELPER_CALLS
 
     turns = sorted((at / len(chosen), backend, cell) for backend, chosen in cells.items() for at, cell in enumerate(chosen))
     tasks = [Task(call.__name__, "helpers", call) for call in HELPER_CALLS]
     kinds = (False, True) if crowded else (False,)
-    return tasks + [cell_task(cell, backend, graph, filled, kind) for _, backend, cell in turns for kind in kinds]
+    tasks += [cell_task(cell, backend, graph, filled, kind) for _, backend, cell in turns for kind in kinds]
+    return tasks + [Task(f"fa3 {name}", "fa3", partial(fa3_calls.run, name)) for name in fa3_calls.CASES if "fa3" in cells]
 
 
 def run_inside(tasks: Sequence[Task], seconds: float) -> None:
@@ -274,6 +277,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return UNAVAILABLE
     kernels: list[KernelVariant] = [HelperVariant(kernel) for kernel in HELPER_KERNELS]
     kernels += [variant for backend, chosen in cells.items() for variant in kernels_of(chosen, backend)]
+    kernels += fa3_calls.kernels() if "fa3" in cells else []
     with ProcessPoolExecutor(len(os.sched_getaffinity(0)), multiprocessing.get_context("spawn")) as pool:
         failures = [failure for failure in pool.map(compile_with_lines, kernels, [arch] * len(kernels)) if failure is not None]
     print("\n".join([f"{len(kernels) - len(failures)} of {len(kernels)} kernels compiled for {arch}", *failures]), flush=True)

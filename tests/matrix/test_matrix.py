@@ -23,7 +23,7 @@ from cupyinfer.errors import CupyInferError, UnsupportedError
 from cupyinfer.jit.ahead import fa3_variants
 from cupyinfer.jit.source import kernels_dir
 from cupyinfer.schedule.tiles import FA3_ARCH
-from tests.matrix import findings, pool, run, sanitizer
+from tests.matrix import fa3_calls, findings, pool, run, sanitizer
 from tests.matrix.arena import Arena
 from tests.matrix.axes import AXES, KERNEL_AXES, PATH_AXES, RULES, STRENGTH, axes_of, fa3_refusals, kernel_axes_of, options_of, rules_of
 from tests.matrix.cells import Cell, kernels_of, matrix_cells, matrix_size, pairwise_cells
@@ -254,7 +254,9 @@ def test_the_sanitizer_sees_every_kind() -> None:
 def test_a_sanitizer_run_has_helper_kernels_and_both_backends() -> None:
     tasks = sanitizer.tasks_of({"fa2": full()[:4], "fa3": full("fa3")[:2]}, graph=False)
     assert [task.name for task in tasks[:3]] == ["appends", "append_indices", "merges"]
-    assert [task.name.split()[0] for task in tasks[3:]] == ["fa2", "fa3", "fa2", "fa2", "fa3", "fa2"]
+    assert [task.name.split()[0] for task in tasks[3:9]] == ["fa2", "fa3", "fa2", "fa2", "fa3", "fa2"]
+    assert [task.name for task in tasks[9:]] == ["fa3 192 rows", "fa3 e4m3 queries"]
+    assert len({kernel.cta_tile_q for kernel in fa3_calls.kernels()}) == len({kernel.q_dtype for kernel in fa3_calls.kernels()}) == 2
     assert {task.family for task in tasks} < set(sanitizer.FAMILIES) and tasks[4].family == "fa3" and "(fa3_q" in tasks[4].name
     crowded = sanitizer.tasks_of({"fa2": full()[:2]}, graph=False, crowded=True)
     assert [task.name for task in crowded[4::2]] == [f"crowded {task.name}" for task in crowded[3::2]]
