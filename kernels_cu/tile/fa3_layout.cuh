@@ -153,9 +153,8 @@ __device__ __forceinline__ void wait_empty(const Shared& shared, Barrier ring, u
   mbarrier_sleep(shared.barrier(ring + count % kNumStages), (count / kNumStages & 1) ^ 1);
 }
 
-// One thread of the CTA. Barriers of segments count every thread that wrote or read what they hand over, not a warp's elected one:
-// that is once per segment, and the order is then visible in the machine code, where ptxas leaves nothing of a __syncwarp before an
-// election.
+// One thread of the CTA. Barriers of segments count every thread that wrote or read what they hand over, and so release its accesses:
+// racecheck cannot follow a __syncwarp and then one lane's arrival, and once per segment all of them cost nothing that can be measured.
 __device__ __forceinline__ void init_barriers(const Fa3Params& params, const Shared& shared) {
   for (int stage = 0; stage < kNumStages; ++stage) {
     mbarrier_init(shared.barrier(kKFull + stage), 1), mbarrier_init(shared.barrier(kKEmpty + stage), kConsumers);
@@ -179,8 +178,16 @@ __device__ __forceinline__ const QueuedWork& wait_for_work(const Shared& shared,
   return shared.work(slot);
 }
 
+// What follows from the result is computed where it is used, and holds no register on the way there.
+__device__ __forceinline__ unsigned recompute_from(unsigned value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+
 // All threads of a warp: it has read what it needs of that segment.
-__device__ __forceinline__ void release_work(const Shared& shared, unsigned slot) { mbarrier_arrive(shared.barrier(kWorkEmpty + slot % kWorkSlots)); }
+__device__ __forceinline__ void release_work(const Shared& shared, unsigned slot) {
+  mbarrier_arrive(shared.barrier(kWorkEmpty + recompute_from(slot) % kWorkSlots));
+}
 
 // Named barriers: a turn and a meeting point for each consumer warpgroup, and one where all consumers meet.
 constexpr int kTurnBarrier = 1, kWarpgroupBarrier = kTurnBarrier + kConsumers, kConsumerBarrier = kWarpgroupBarrier + kConsumers;

@@ -21,7 +21,6 @@ from cupyinfer.attention.backend_choice import choose_backend
 from cupyinfer.dtypes import FP8_QUERY_TYPE
 from cupyinfer.errors import CupyInferError, UnsupportedError
 from cupyinfer.jit.ahead import fa3_variants
-from cupyinfer.jit.source import kernels_dir
 from cupyinfer.schedule.tiles import FA3_ARCH
 from tests.matrix import fa3_calls, findings, pool, run, sanitizer
 from tests.matrix.arena import Arena
@@ -292,37 +291,6 @@ def test_tasks_inside_a_sanitizer(capsys: pytest.CaptureFixture[str]) -> None:
 )
 def test_what_a_sanitizer_says_is_judged(exit_code: int, output: str, verdict: int) -> None:
     assert sanitizer.judge("memcheck", "fa3", exit_code, output, 1.0) == verdict
-
-
-def line_of(file: str, text: str) -> str:
-    """A place as racecheck names it."""
-    path = next(kernels_dir().rglob(file))
-    return f"attention+0x10 in {path.parent.name}/{file}:{[text in line for line in path.read_text('utf-8').splitlines()].index(True) + 1}"
-
-
-def race(read: str, *writes: str) -> str:
-    pairs = "".join(f"=========     and Write access at {write} [24 hazards]\n" for write in writes)
-    return f"========= Error: Race reported between Read access at {read}\n{pairs}========= \n"
-
-
-def test_what_is_known_to_be_no_race_is_excused_and_said(capsys: pytest.CaptureFixture[str]) -> None:
-    for excuse in findings.EXCUSES:
-        read, write = line_of(*excuse.read), line_of(*excuse.write)
-        known, elsewhere = race(read, write, write), race(read, write, line_of("fa2_decode.cuh", "deal"))
-
-        def verdict(races: str, family: str = excuse.family, count: int | None = None) -> int:
-            number = races.count("Error:") if count is None else count
-            summary = f"========= RACECHECK SUMMARY: {number} hazards displayed ({number} errors, 0 warnings)"
-            output = f"========= COMPUTE-SANITIZER\n{findings.BEGIN}a cell\n{races}1 of 1 tasks passed, 0 failed\n{summary}"
-            return sanitizer.judge("racecheck", family, 86, output, 1.0)
-
-        assert verdict(known) == 0
-        out = capsys.readouterr().out
-        assert f"1 excused: {excuse.reason}" in out and "1 in a cell, the first:" in out
-        # Another kernel, one other line in the block, the roles exchanged, a block more, one that was not printed.
-        assert verdict(known, "fa2_decode") == verdict(elsewhere) == verdict(race(write, read)) == sanitizer.FAILED
-        assert verdict(known + elsewhere) == verdict(known, count=2) == sanitizer.FAILED
-        assert verdict(race("attention+0x10", "attention+0x20")) == sanitizer.FAILED
 
 
 def test_findings_belong_to_the_task_before_them() -> None:
