@@ -132,7 +132,7 @@ struct JoinQueue {
   int arrived_before; // in lane 0: parts that had arrived before it
 
   static __device__ __forceinline__ void init(unsigned barriers) {
-    for (int i = 0; i < 2; ++i) mbarrier_init(barriers + 8 * i, kNumWarps);
+    for (int i = 0; i < 2; ++i) mbarrier_init(barriers + 8 * i, kNumWarps * 32);
   }
 
   // Leave this warp's state of the segment behind, if there is one, and write out the segment whose turn it is: the one before, so
@@ -161,10 +161,8 @@ struct JoinQueue {
  private:
   __device__ __forceinline__ void wait(int n) const { mbarrier_wait(barriers + n % 2 * 8, n / 2 % 2); }
 
-  __device__ __forceinline__ void arrive() const {
-    __syncwarp();
-    if (lane == 0) mbarrier_arrive(barriers + count % 2 * 8);
-  }
+  // Every thread, for what it wrote and read itself.
+  __device__ __forceinline__ void arrive() const { mbarrier_arrive(barriers + count % 2 * 8); }
 
   __device__ __forceinline__ void leave(const Tile& tile, const Segment& segment, const MergeGroup& group, const WarpState& state) const {
     JoinSpace& space = spaces[count % kJoinSlots];

@@ -220,12 +220,13 @@ struct Consumer {
 
   __device__ __forceinline__ void wait_for_queries(unsigned some_slot) const {
     mbarrier_sleep(shared.barrier(kQFull + shared.q_buffer(index, some_slot)), some_slot / kQBuffers & 1);
+    // cp.async writes as ordinary stores do. The wait makes what cp_async_arrive tracked visible to this thread, and its own fence, behind
+    // that, to the products: the threads that copy are gone before there is anything to fence.
     if (!params.q_boxes) fence_async_proxy();
   }
-  // The warp needs the current segment's queries no more.
+  // All threads: the warp needs the current segment's queries no more.
   __device__ __forceinline__ void hand_back_buffer() const {
-    __syncwarp();
-    if (lane_idx() == 0) mbarrier_arrive(shared.barrier(kQDone + shared.q_buffer(index, slot)));
+    mbarrier_arrive(shared.barrier(kQDone + shared.q_buffer(index, recompute_from(slot))));
   }
 
   // Hand finished rows to the warps that store them. No warp of the warpgroup may still be at the segment's products with keys.

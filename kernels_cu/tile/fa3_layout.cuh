@@ -19,8 +19,8 @@ constexpr int kCtaThreads = kNumWarps * 32;
 // Warps of warpgroup 0: one copies K and hands out segments, one copies V, and two carry queries and outputs, each half of the rows of
 // every consumer.
 constexpr int kKWarp = 0, kVWarp = 1, kFirstRowsWarp = 2, kRowsWarps = 2, kRowsOfWarp = kWarpgroupRows / kRowsWarps;
-// Warps that read a published segment: all but the one that publishes.
-constexpr int kWorkReaders = kConsumerWarps + 1 + kRowsWarps;
+// Threads that read a published segment: all warps' but the one's that publishes.
+constexpr int kWorkReaders = (kConsumerWarps + 1 + kRowsWarps) * 32;
 // Registers of a thread after warpgroups have shared them out anew; together they are what the CTA starts with.
 constexpr bool kQFp8 = kQElement == Element::kE4m3;
 constexpr bool kFewWeights = kHeadDimVo <= 64 || kQFp8;
@@ -153,7 +153,8 @@ __device__ __forceinline__ void wait_empty(const Shared& shared, Barrier ring, u
   mbarrier_sleep(shared.barrier(ring + count % kNumStages), (count / kNumStages & 1) ^ 1);
 }
 
-// One thread of the CTA.
+// One thread of the CTA. Barriers of segments count every thread that wrote or read what they hand over, and so release its accesses:
+// racecheck cannot follow a __syncwarp and then one lane's arrival, and once per segment all of them cost nothing that can be measured.
 __device__ __forceinline__ void init_barriers(const Fa3Params& params, const Shared& shared) {
   for (int stage = 0; stage < kNumStages; ++stage) {
     mbarrier_init(shared.barrier(kKFull + stage), 1), mbarrier_init(shared.barrier(kKEmpty + stage), kConsumers);
@@ -161,12 +162,12 @@ __device__ __forceinline__ void init_barriers(const Fa3Params& params, const Sha
     if (kQFp8) mbarrier_init(shared.barrier(kVCopied + stage), 1);
   }
   for (int slot = 0; slot < kWorkSlots; ++slot) {
-    mbarrier_init(shared.barrier(kWorkFull + slot), 1), mbarrier_init(shared.barrier(kWorkEmpty + slot), kWorkReaders);
+    mbarrier_init(shared.barrier(kWorkFull + slot), kConsumers), mbarrier_init(shared.barrier(kWorkEmpty + slot), kWorkReaders);
   }
   for (int buffer = 0; buffer < kConsumers * kQBuffers; ++buffer) {
     // Copies by the copy engine are announced by one lane, others by the lane that makes them.
     mbarrier_init(shared.barrier(kQFull + buffer), kRowsWarps * (params.q_boxes ? 1 : 32));
-    mbarrier_init(shared.barrier(kQDone + buffer), kWarpgroupThreads / 32);
+    mbarrier_init(shared.barrier(kQDone + buffer), kWarpgroupThreads);
   }
   mbarrier_init_fence();
 }
@@ -177,10 +178,15 @@ __device__ __forceinline__ const QueuedWork& wait_for_work(const Shared& shared,
   return shared.work(slot);
 }
 
-// The warp has read what it needs of that segment.
+// What follows from the result is computed where it is used, and holds no register on the way there.
+__device__ __forceinline__ unsigned recompute_from(unsigned value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+
+// All threads of a warp: it has read what it needs of that segment.
 __device__ __forceinline__ void release_work(const Shared& shared, unsigned slot) {
-  __syncwarp();
-  if (lane_idx() == 0) mbarrier_arrive(shared.barrier(kWorkEmpty + slot % kWorkSlots));
+  mbarrier_arrive(shared.barrier(kWorkEmpty + recompute_from(slot) % kWorkSlots));
 }
 
 // Named barriers: a turn and a meeting point for each consumer warpgroup, and one where all consumers meet.

@@ -22,7 +22,7 @@ __device__ __forceinline__ void publish_next(const AttentionParams& params, cons
     work.seen_to[producer_lane()] = min(make_row(params, work.tile, work.segment.kv_head, first_row).hi, work.segment.kv_end - 1);
   }
   __syncwarp();
-  if (producer_lane() == 0) mbarrier_arrive(shared.barrier(kWorkFull + slot));
+  if (producer_lane() < kConsumers) mbarrier_arrive(shared.barrier(kWorkFull + slot));
 }
 
 // Where the box of this lane lies for the tile that starts at `key_begin`: page and slot of its first key. Boxes without a key that the
