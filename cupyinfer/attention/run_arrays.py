@@ -69,12 +69,31 @@ class PlanMemory(NamedTuple):
     name: str
 
 
+class CheckedArrays(NamedTuple):
+    """Arrays that fit a plan's options, as one value, since runs may come from several threads.
+
+    Attributes:
+        seen: shape, strides, element type and device of q, k, v and out (None: it is made).
+        strides: all steps in the order of the kernel's parameters.
+        reach: bytes that q, k, v and out reach over.
+    """
+
+    seen: tuple[Any, ...] | None
+    strides: tuple[int, ...]
+    reach: tuple[int, ...]
+
+
+_NOTHING_CHECKED = CheckedArrays(None, (), ())
+
 #: Those of the float and of the int workspace.
 PlanMemories = tuple[PlanMemory, PlanMemory]
 
 
 class ArrayChecker:
-    """Checks the arrays of runs of one plan. Shapes it has seen last are not checked again.
+    """Checks the arrays of runs of one plan.
+
+    Shapes that its last run had are not checked again, and those that the last run of another plan of the same options had only
+    against the batch.
 
     Args:
         options: what was planned.
@@ -107,9 +126,9 @@ class ArrayChecker:
         self._held = held
         (self._float_begin, self._float_end, _), (self._int_begin, self._int_end, _) = memory
         self._kv_names = kv_names or (_PAGED_NAMES if options.paged else _RAGGED_NAMES)
-        # What was checked last, all its strides and how many bytes q, k, v and out reach over; one value, since runs may come from
-        # several threads.
-        self._last: tuple[tuple[Any, ...] | None, tuple[int, ...], tuple[int, ...]] = None, (), ()
+        # What the last run of any plan of these options brought, and the last one of this plan.
+        self._kept, self._key = options.checked_arrays, (kv_layout, device.kind, device.index)
+        self._last = _NOTHING_CHECKED
 
     def check(self, q: Any, k: ArrayView, v: ArrayView, out: Any, lse: Any, return_lse: bool) -> tuple[RunArrays, Any, Any]:
         """Return the arrays of a run, the output and the LSE array; the latter two are made if None was given.
@@ -122,20 +141,14 @@ class ArrayChecker:
         output = None if out is None else as_view(out, "out")
         seen = (query[1:5], k[1:5], v[1:5], None if output is None else output[1:5])
         last_seen, strides, reach = self._last
-        new = seen != last_seen
-        kv_strides = self._check_inputs(query, k, v) if new else ()
+        if seen != last_seen:
+            self._last = _, strides, reach = self._checked(seen, query, k, v, output)
         given = output is not None
         if output is None:
             out = empty_output((*query.shape[:2], self._options.head_dim_vo), self._options.o_dtype, self._device)
             output = as_view(out, "out")
-        elif new:
-            self._check_output(output, query)
         elif not output.writable:
             require_writable(output, "out")
-        if new:
-            strides = (*query.strides[:2], *kv_strides, *output.strides[:2])
-            reach = num_bytes(query), num_bytes(k), num_bytes(v), num_bytes(output)
-            self._last = seen, strides, reach
         q_at, k_at, v_at, o_at = query.ptr, k.ptr, v.ptr, output.ptr
         if (q_at | k_at | v_at | o_at) % ROW_ALIGNMENT:
             for view, name in ((query, "q"), (k, self._kv_names[0]), (v, self._kv_names[1]), (output, "out")):
@@ -162,14 +175,44 @@ class ArrayChecker:
         )
         return RunArrays(query, k, v, output, scores, strides, foreign), out, lse
 
-    def _check_inputs(self, q: ArrayView, k: ArrayView, v: ArrayView) -> tuple[int, ...]:
-        """Check what a run reads; returns the steps through k, then those through v."""
+    def _checked(self, seen: tuple[Any, ...], q: ArrayView, k: ArrayView, v: ArrayView, out: ArrayView | None) -> CheckedArrays:
+        """Check arrays that this plan has not seen. Whether they fit its options, the last run of another plan may have found out."""
+        kept: CheckedArrays = self._kept.get(self._key, _NOTHING_CHECKED)
+        if seen == kept.seen:
+            self._check_batch(q, k, v)
+        else:
+            kept = self._kept[self._key] = CheckedArrays(seen, *self._check_all(q, k, v, out))
+        return kept
+
+    def _check_all(self, q: ArrayView, k: ArrayView, v: ArrayView, out: ArrayView | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Check everything; returns strides and reach as CheckedArrays has them."""
         self._check_query(q)
         k_name, v_name = self._kv_names
-        strides = *self._check_cache(k, k_name, self._options.head_dim_qk), *self._check_cache(v, v_name, self._options.head_dim_vo)
+        kv_strides = *self._check_cache(k, k_name, self._options.head_dim_qk), *self._check_cache(v, v_name, self._options.head_dim_vo)
         if k.shape[:-1] != v.shape[:-1]:
             raise ArgumentError(f"{v_name}: got shape {v.shape}, {k_name} has {k.shape}; they may differ in the last dimension only")
-        return strides
+        self._check_batch(q, k, v)
+        head_dim_vo = self._options.head_dim_vo
+        if out is None:  # then it will be made, and contiguous
+            out_strides, out_bytes = (q.shape[1] * head_dim_vo, head_dim_vo), 2 * q.shape[0] * q.shape[1] * head_dim_vo
+        else:
+            self._check_output(out, q)
+            out_strides, out_bytes = (out.strides[0], out.strides[1]), num_bytes(out)
+        return (*q.strides[:2], *kv_strides, *out_strides), (num_bytes(q), num_bytes(k), num_bytes(v), out_bytes)
+
+    def _check_batch(self, q: ArrayView, k: ArrayView, v: ArrayView) -> None:
+        """Check that arrays which fit the options are as long as the planned batch needs."""
+        info, num_tokens = self._info, q.shape[0]
+        # A CUDA graph's arrays are as long as its largest batch.
+        if num_tokens < info.num_qo_tokens or (num_tokens > info.num_qo_tokens and not info.cuda_graph):
+            raise StateError(f"q: has {num_tokens} query tokens, the planned batch has {info.num_qo_tokens}")
+        at = 0 if self._options.paged or self._kv_layout == "NHD" else 1
+        for view, name in ((k, self._kv_names[0]), (v, self._kv_names[1])):
+            if self._options.paged:
+                if view.shape[0] <= self._max_page:
+                    raise ArgumentError(f"{name}: has {view.shape[0]} pages, the page table refers to page {self._max_page}")
+            elif view.shape[at] < info.num_kv_entries:
+                raise StateError(f"{name}: has {view.shape[at]} keys, the planned batch has {info.num_kv_entries}")
 
     def _is_near(self, begin: int, end: int, q_at: int, k_at: int, v_at: int, reach: tuple[int, ...]) -> bool:
         """Whether addresses alone do not tell that a range is apart from what the run reads and from its plan. This is in every run."""
@@ -207,7 +250,7 @@ class ArrayChecker:
             raise ArgumentError(f"{name}: lies on {view.device}, the plan is for {self._device}")
 
     def _check_query(self, q: ArrayView) -> None:
-        options, info = self._options, self._info
+        options = self._options
         allowed = (options.q_dtype, "uint8") if options.fp8_queries else (options.q_dtype,)
         if q.dtype not in allowed:
             raise ArgumentTypeError(f"q: got {q.dtype}, the plan is for {' or '.join(allowed)}")
@@ -216,9 +259,6 @@ class ArrayChecker:
                 f"q: got shape {q.shape}, expected (num_tokens, num_qo_heads = {options.num_qo_heads}, head_dim = {options.head_dim_qk})"
             )
         self._check_device(q, "q")
-        # A CUDA graph's arrays are as long as its largest batch.
-        if q.shape[0] < info.num_qo_tokens or (q.shape[0] > info.num_qo_tokens and not info.cuda_graph):
-            raise StateError(f"q: has {q.shape[0]} query tokens, the planned batch has {info.num_qo_tokens}")
         row_strides(q, "q", itemsize(options.q_dtype))
 
     def _check_cache(self, view: ArrayView, name: str, head_dim: int) -> KvStrides:
@@ -233,16 +273,12 @@ class ArrayChecker:
             expected: tuple[int, ...] = tokens_first if self._kv_layout == "NHD" else tokens_first[::-1]
             if len(view.shape) != 4 or view.shape[1:] != (*expected, head_dim):
                 raise ArgumentError(f"{name}: got shape {view.shape}, expected (num_pages, {', '.join(map(str, (*expected, head_dim)))})")
-            if view.shape[0] <= self._max_page:
-                raise ArgumentError(f"{name}: has {view.shape[0]} pages, the page table refers to page {self._max_page}")
             page, first, second = row_strides(view, name, bytes_per_element)
             return KvStrides(page, first, second) if self._kv_layout == "NHD" else KvStrides(page, second, first)
         tokens_at = 0 if self._kv_layout == "NHD" else 1
         if len(view.shape) != 3 or view.shape[1 - tokens_at] != options.num_kv_heads or view.shape[2] != head_dim:
             order = "(num_keys, num_kv_heads, head_dim)" if tokens_at == 0 else "(num_kv_heads, num_keys, head_dim)"
             raise ArgumentError(f"{name}: got shape {view.shape}, expected {order} with {options.num_kv_heads} heads of width {head_dim}")
-        if view.shape[tokens_at] < self._info.num_kv_entries:
-            raise StateError(f"{name}: has {view.shape[tokens_at]} keys, the planned batch has {self._info.num_kv_entries}")
         strides = row_strides(view, name, bytes_per_element)
         return KvStrides(0, strides[tokens_at], strides[1 - tokens_at])
 
