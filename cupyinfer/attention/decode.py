@@ -43,7 +43,8 @@ def decode_request(
     non_blocking: bool = True,
 ) -> AttentionRequest:
     """Check the arguments of a decode plan; see `BatchDecodeWithPagedKVCacheWrapper.plan`."""
-    check_flag(non_blocking, "non_blocking")
+    if non_blocking is not True:
+        check_flag(non_blocking, "non_blocking")
     options = make_options(  # by position, which looks up what is kept in two thirds of the time
         True,
         True,

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from cupyinfer.interop import CPU_DEVICE, ArrayView, Device, as_view, current_st
 from cupyinfer.schedule.capacity import BatchLimits
 from cupyinfer.schedule.geometry import BatchGeometry, check_flag
 from cupyinfer.schedule.plan_info import PlanInfo
-from cupyinfer.schedule.planner import PlanDraft, draft_plan
+from cupyinfer.schedule.planner import PlanDraft, PlanShape, draft_plan
 from cupyinfer.schedule.profile import HOST_PROFILE, DeviceProfile
 from cupyinfer.schedule.tiles import FA3_ARCH
 
@@ -74,27 +75,27 @@ class AttentionRequest:
             ArgumentError: the batch exceeds the limits of its CUDA graph.
             UnsupportedError: the backend asked for cannot do this.
         """
+        options, values = self.options, self.values
         num_pages = self.pages.num_entries if self.pages.in_workspace else None
         if self.graph_limits is not None and num_pages is not None and self.graph_pages is not None:
             if num_pages > self.graph_pages:
                 raise ArgumentError(f"batch: refers to {num_pages} pages, this object's CUDA graph holds at most {self.graph_pages}")
             num_pages = self.graph_pages
-        shape = self.options.shape
-        fa3_is_able = not self.options.decode and profile.arch == FA3_ARCH
-        fp8_needs_gpu = self.options.fp8_queries and profile is not HOST_PROFILE
-        if self.backend == "fa3" or (self.backend == "auto" and fa3_is_able) or fp8_needs_gpu:
-            tile_q = shape.tile_q(self.geometry, self.graph_limits)
-            if choose_backend(self.backend, self.options, profile.arch, self.values.mask_begin is not None, tile_q) == "fa3":
-                shape = self.options.fa3_shape
-        return draft_plan(
-            self.geometry,
-            shape,
-            profile,
-            num_page_indices=num_pages,
-            value_bytes=self.values.num_bytes,
-            mask_begin=self.values.mask_begin,
-            graph_limits=self.graph_limits,
-        )
+        shape = options.shape
+        if self.backend == "fa3" or not options.decode:
+            shape = self._shape_of_backend(profile)
+        value_bytes = None if values is NO_VALUES else values.num_bytes
+        return draft_plan(self.geometry, shape, profile, num_pages, value_bytes, values.mask_begin, self.graph_limits)
+
+    def _shape_of_backend(self, profile: DeviceProfile) -> PlanShape:
+        """The shape for fa2 or fa3, whichever serves the batch."""
+        options = self.options
+        fp8_needs_gpu = options.fp8_queries and profile is not HOST_PROFILE
+        if self.backend == "fa3" or (self.backend == "auto" and profile.arch == FA3_ARCH) or fp8_needs_gpu:
+            tile_q = options.shape.tile_q(self.geometry, self.graph_limits)
+            if choose_backend(self.backend, options, profile.arch, self.values.mask_begin is not None, tile_q) == "fa3":
+                return options.fa3_shape
+        return options.shape
 
 
 class Plan:
@@ -234,7 +235,7 @@ def _read_in_place(request: AttentionRequest) -> tuple[PlanMemory, ...]:
     views = dict(request.values.device)
     if request.pages.on_device is not None and not request.pages.copied:
         views["indices" if request.options.decode else "paged_kv_indices"] = request.pages.on_device
-    return tuple(PlanMemory(view.ptr, view.ptr + num_bytes(view), name) for name, view in views.items())
+    return tuple((view.ptr, view.ptr + num_bytes(view), name) for name, view in views.items())
 
 
 def plan_attention(request: AttentionRequest, workspaces: Workspaces, profile: DeviceProfile | None = None) -> Plan:
@@ -385,7 +386,7 @@ def _plan_on_gpu(
     steps = draft.counts.num_tiles, info.unit_step
     launcher = make(kernel, addresses, steps, per_head, info.num_ctas, (workspaces, request.pages, values))  # type: ignore[arg-type]
     if info.int_bytes:
-        launcher.upload(lambda block: _fill(request, draft, info, block), info.int_bytes, ints, stream)
+        launcher.upload(partial(_fill, request, draft, info), info.int_bytes, ints, stream)
     if pages is not None and copied:
         launcher.copy(pages.ptr, 4 * request.pages.num_entries, addresses.page_indices)
     return Plan(request, info, backend, device, launcher, workspaces.memory(info))

@@ -56,17 +56,9 @@ def num_bytes(view: ArrayView) -> int:
     return (1 + sum((size - 1) * stride for size, stride in zip(view.shape, view.strides, strict=True))) * _itemsize(view.dtype)
 
 
-class PlanMemory(NamedTuple):
-    """The part of a workspace, or another contiguous array, that a plan uses.
-
-    Attributes:
-        begin, end: addresses, equal when it uses none.
-        name: for messages.
-    """
-
-    begin: int
-    end: int
-    name: str
+#: The part of a workspace, or another contiguous array, that a plan uses: the addresses where it begins and ends, equal when it uses
+#: none, and a name for messages.
+PlanMemory = tuple[int, int, str]
 
 
 class CheckedArrays(NamedTuple):
@@ -222,7 +214,7 @@ class ArrayChecker:
             or (begin < v_at + reach[2] and v_at < end)
             or (begin < self._float_end and self._float_begin < end)
             or (begin < self._int_end and self._int_begin < end)
-            or (bool(self._held) and any([begin < place.end and place.begin < end for place in self._held]))
+            or (bool(self._held) and any([begin < held_end and held < end for held, held_end, _ in self._held]))
         )
 
     def _check_apart(self, written: ArrayView, name: str, others: tuple[ArrayView, ...]) -> None:
@@ -231,9 +223,9 @@ class ArrayChecker:
         for other, other_name in zip(others, ("q", *self._kv_names, "out"), strict=False):
             if begin < other.ptr + num_bytes(other) and other.ptr < end and memory_is_shared(written, other):
                 raise ArgumentError(f"{name}: shares memory with {other_name}; a run would write over what it reads or writes")
-        for place in self._memory:
-            if begin < place.end and place.begin < end:
-                raise ArgumentError(f"{name}: shares memory with {place.name}; a run would write over its plan or partial results")
+        for held, held_end, held_name in self._memory:
+            if begin < held_end and held < end:
+                raise ArgumentError(f"{name}: shares memory with {held_name}; a run would write over its plan or partial results")
 
     def check_others(self, arrays: RunArrays, others: dict[str, ArrayView]) -> None:
         """Refuse outputs over further arrays that a run is given: per-head factors, and tensors of a user variant."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cupyinfer.attention.run_arrays import PlanMemories, PlanMemory
+from cupyinfer.attention.run_arrays import PlanMemories
 from cupyinfer.backends.device import current_device, has_gpu
 from cupyinfer.errors import ArgumentError, WorkspaceError
 from cupyinfer.interop import CPU_DEVICE, Device, as_view, cuda_device, cupy_array, numpy_array, require_writable
@@ -71,7 +71,7 @@ class Workspaces:
     def memory(self, info: PlanInfo) -> PlanMemories:
         """The parts of the buffers that a plan uses."""
         floats, ints = self.float_address, self.int_address
-        return PlanMemory(floats, floats + info.float_bytes, _FLOAT_NAME), PlanMemory(ints, ints + info.int_bytes, _INT_NAME)
+        return (floats, floats + info.float_bytes, _FLOAT_NAME), (ints, ints + info.int_bytes, _INT_NAME)
 
     def _check_given(self, size: WorkspaceSize) -> None:
         for name, buffer, needed in ((_FLOAT_NAME, self.float_bytes, size.float_bytes), (_INT_NAME, self.int_bytes, size.int_bytes)):

@@ -62,10 +62,10 @@ def lay_out(counts: RegionCounts, float_allocator: AlignedAllocator, int_allocat
     Raises:
         WorkspaceError: a placing allocator's buffer is too small; the error names the region.
     """
-    *in_ints, partial_o, partial_lse = _region_bytes(counts)
-    offsets = int_allocator.aligned_alloc_offsets(in_ints, _INT_REGIONS)
-    offsets += float_allocator.aligned_alloc_offsets((partial_o, partial_lse), _FLOAT_REGIONS)
-    return Offsets._make(offsets)
+    sizes = _region_bytes(counts)
+    offsets = int_allocator.aligned_alloc_offsets(sizes[:5], _INT_REGIONS)
+    offsets += float_allocator.aligned_alloc_offsets(sizes[5:], _FLOAT_REGIONS)
+    return Offsets(*offsets)
 
 
 def _region_bytes(counts: RegionCounts) -> tuple[int | None, ...]:

@@ -14,6 +14,7 @@ from cupyinfer.errors import ArgumentError, ArgumentTypeError, StateError, Works
 
 #: Workspace buffers begin at a multiple of this many bytes, so that offsets alone decide every alignment up to it.
 WORKSPACE_ALIGNMENT = 16
+_BELOW_ALIGNMENT, _ALIGNED = WORKSPACE_ALIGNMENT - 1, -WORKSPACE_ALIGNMENT
 
 
 def buffer_address(buffer: Any) -> int:
@@ -120,12 +121,14 @@ class AlignedAllocator:
         for size in sizes:
             if size is None:
                 offsets.append(-1)
-                continue
-            offset = (end + WORKSPACE_ALIGNMENT - 1) & -WORKSPACE_ALIGNMENT
-            end = offset + size
-            if size < 0 or end > self._capacity:
+            elif size < 0:
                 return self._one_by_one(sizes, names)
-            offsets.append(offset)
+            else:
+                offset = (end + _BELOW_ALIGNMENT) & _ALIGNED
+                end = offset + size
+                offsets.append(offset)
+        if end > self._capacity:
+            return self._one_by_one(sizes, names)
         self._allocated = end
         return offsets
 
