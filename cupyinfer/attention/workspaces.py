@@ -58,15 +58,17 @@ class Workspaces:
             raise WorkspaceError(f"workspace buffers: lie on {self.device}, backend {backend!r} needs them on {kind}")
 
     def allocators(self, draft: PlanDraft) -> tuple[AlignedAllocator, AlignedAllocator]:
-        """Allocators that place into the buffers.
+        """Allocators that place into the buffers, with nothing allocated: the same ones every time.
 
         Raises:
             WorkspaceError: bytes are needed of a buffer that was not given.
         """
         if self.float_bytes is None or self.int_bytes is None:
             self._check_given(draft.size)
-        floats, ints = self._allocators
-        return floats.emptied(), ints.emptied()
+        floats, ints = allocators = self._allocators
+        floats.clear()
+        ints.clear()
+        return allocators
 
     def memory(self, info: PlanInfo) -> PlanMemories:
         """The parts of the buffers that a plan uses."""

@@ -33,6 +33,8 @@ from cupyinfer.schedule.tiles import (
 from cupyinfer.schedule.tiling import KeySpan, Tiles, choose_tile_q, count_tiles, make_tiles, most_tiles, tile_q_for_rows
 from cupyinfer.workspace import AlignedAllocator, WorkspaceSize
 
+_INT32 = np.dtype(np.int32)
+
 
 @dataclass(frozen=True)
 class PlanShape:
@@ -235,9 +237,10 @@ class PlanDraft(NamedTuple):
     def write_records(self, info: PlanInfo, records: npt.NDArray[np.uint8]) -> None:
         """Fill the tile, CTA and merge-group regions of an int workspace, or of a staging copy of it."""
         _, tiles, (cta_work, merge_groups, _), _ = self.schedule
-        for offset, values in ((info.tiles_offset, tiles), (info.cta_work_offset, cta_work), (info.merge_groups_offset, merge_groups)):
-            if len(values):
-                np.ndarray(values.shape, np.int32, records, offset)[:] = values
+        np.ndarray(tiles.shape, _INT32, records, info.tiles_offset)[:] = tiles
+        np.ndarray(cta_work.shape, _INT32, records, info.cta_work_offset)[:] = cta_work
+        if len(merge_groups):
+            np.ndarray(merge_groups.shape, _INT32, records, info.merge_groups_offset)[:] = merge_groups
 
 
 def draft_plan(
