@@ -22,8 +22,8 @@ import cupyinfer
 from benchmarks.cases import Case
 from benchmarks.results import commit, versions
 from cupyinfer.attention.decode import decode_request
-from cupyinfer.attention.plan import AttentionRequest
 from cupyinfer.attention.prefill import paged_prefill_request
+from cupyinfer.attention.request import AttentionRequest
 from cupyinfer.schedule.planner import PlanDraft
 from cupyinfer.schedule.profile import named_profile
 from cupyinfer.workspace import AlignedAllocator

@@ -77,6 +77,30 @@ class CheckedArrays(NamedTuple):
 
 _NOTHING_CHECKED = CheckedArrays(None, (), ())
 
+
+class KeptArrays:
+    """What the last run of some options had, in one layout of the cache and on one device: as views, and as CuPy arrays say it."""
+
+    __slots__ = ("last", "last_cupy")
+
+    def __init__(self) -> None:
+        self.last = self.last_cupy = _NOTHING_CHECKED
+
+
+def kept_arrays(kept: dict[tuple[str, int], KeptArrays], kv_layout: str, device_index: int) -> KeptArrays:
+    """Those of a layout and device; the device's kind follows from the plan's kernels, which are not shared either."""
+    return kept.get((kv_layout, device_index)) or kept.setdefault((kv_layout, device_index), KeptArrays())
+
+
+def _cupy_layout(q: Any, k: Any, v: Any, out: Any) -> tuple[Any, ...]:
+    """Everything of CuPy arrays that checks look at, but their addresses."""
+    return (
+        type(q),
+        *(q.shape, q.strides, q.dtype, q.data.device_id, k.shape, k.strides, k.dtype, k.data.device_id),
+        *(v.shape, v.strides, v.dtype, v.data.device_id, out.shape, out.strides, out.dtype, out.data.device_id),
+    )
+
+
 #: Those of the float and of the int workspace.
 PlanMemories = tuple[PlanMemory, PlanMemory]
 
@@ -119,8 +143,10 @@ class ArrayChecker:
         (self._float_begin, self._float_end, _), (self._int_begin, self._int_end, _) = memory
         self._kv_names = kv_names or (_PAGED_NAMES if options.paged else _RAGGED_NAMES)
         # What the last run of any plan of these options brought, and the last one of this plan.
-        self._kept, self._key = options.checked_arrays, (kv_layout, device.kind, device.index)
+        self._kept = kept_arrays(options.checked_arrays, kv_layout, device.index)
         self._last = _NOTHING_CHECKED
+        # The same of CuPy arrays as those say it, and whether this plan has seen them.
+        self._last_cupy, self._is_new = self._kept.last_cupy, True
 
     def check(self, q: Any, k: ArrayView, v: ArrayView, out: Any, lse: Any, return_lse: bool) -> tuple[RunArrays, Any, Any]:
         """Return the arrays of a run, the output and the LSE array; the latter two are made if None was given.
@@ -167,13 +193,43 @@ class ArrayChecker:
         )
         return RunArrays(query, k, v, output, scores, strides, foreign), out, lse
 
+    def remember(self, arrays: RunArrays) -> None:
+        """Note the layout of checked arrays for `addresses_again`, where all are CuPy's and none is part of a larger one."""
+        if self._last_cupy.strides is arrays.strides or arrays.foreign or arrays.q.producer != "cupy":
+            return
+        views = arrays[:4]
+        owners: list[Any] = [view.owner for view in views]
+        kind = type(owners[0])
+        if all(type(owner) is kind and owner.shape == view.shape for owner, view in zip(owners, views, strict=True)):
+            reach = num_bytes(views[0]), num_bytes(views[1]), num_bytes(views[2]), num_bytes(views[3])
+            self._last_cupy = self._kept.last_cupy = CheckedArrays(_cupy_layout(*owners), arrays.strides, reach)
+
+    def addresses_again(self, q: Any, k: Any, v: Any, out: Any) -> tuple[tuple[int, int, int, int, int], tuple[int, ...]] | None:
+        """Addresses and strides of CuPy arrays that are laid out as those of a run before, which was checked; None for all others.
+
+        None also where addresses alone do not tell that a run may write there: `check` looks closer.
+
+        Raises:
+            ArgumentError, StateError: as `check`, for a plan's first run on arrays that fit another plan of these options.
+        """
+        layout, strides, reach = self._last_cupy
+        if layout is None or not layout[0] is type(q) is type(k) is type(v) is type(out) or _cupy_layout(q, k, v, out) != layout:
+            return None
+        if self._is_new:
+            self._check_batch(q, k, v)
+            self._is_new = False
+        q_at, k_at, v_at, o_at = q.data.ptr, k.data.ptr, v.data.ptr, out.data.ptr
+        if (q_at | k_at | v_at | o_at) % ROW_ALIGNMENT or self._is_near(o_at, o_at + reach[3], q_at, k_at, v_at, reach):
+            return None
+        return (q_at, k_at, v_at, o_at, 0), strides
+
     def _checked(self, seen: tuple[Any, ...], q: ArrayView, k: ArrayView, v: ArrayView, out: ArrayView | None) -> CheckedArrays:
         """Check arrays that this plan has not seen. Whether they fit its options, the last run of another plan may have found out."""
-        kept: CheckedArrays = self._kept.get(self._key, _NOTHING_CHECKED)
+        kept = self._kept.last
         if seen == kept.seen:
             self._check_batch(q, k, v)
         else:
-            kept = self._kept[self._key] = CheckedArrays(seen, *self._check_all(q, k, v, out))
+            kept = self._kept.last = CheckedArrays(seen, *self._check_all(q, k, v, out))
         return kept
 
     def _check_all(self, q: ArrayView, k: ArrayView, v: ArrayView, out: ArrayView | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -192,7 +248,7 @@ class ArrayChecker:
             out_strides, out_bytes = (out.strides[0], out.strides[1]), num_bytes(out)
         return (*q.strides[:2], *kv_strides, *out_strides), (num_bytes(q), num_bytes(k), num_bytes(v), out_bytes)
 
-    def _check_batch(self, q: ArrayView, k: ArrayView, v: ArrayView) -> None:
+    def _check_batch(self, q: Any, k: Any, v: Any) -> None:
         """Check that arrays which fit the options are as long as the planned batch needs."""
         info, num_tokens = self._info, q.shape[0]
         # A CUDA graph's arrays are as long as its largest batch.

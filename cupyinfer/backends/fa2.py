@@ -165,6 +165,18 @@ class Fa2Launcher:
             scales: its factors.
             user_values: the parameters of a user variant as its `struct_format` lays them out.
         """
+        q, k, v, o, lse, strides, _ = arrays
+        self.launch_at((q.ptr, k.ptr, v.ptr, o.ptr, 0 if lse is None else lse.ptr), strides, scales, user_values, arrays)
+
+    def launch_at(
+        self,
+        addresses: tuple[int, int, int, int, int],
+        strides: tuple[int, ...],
+        scales: RunScales,
+        user_values: bytes | None = None,
+        arrays: RunArrays | None = None,
+    ) -> None:
+        """As `launch`, by the addresses of q, k, v, o and lse (0: none). Fa2 kernels need no more of the arrays."""
         if not self._num_ctas:
             return
         stream = current_stream_ptr(self.device_id)
@@ -172,11 +184,10 @@ class Fa2Launcher:
             import cupy
 
             cupy.cuda.get_current_stream(self.device_id).wait_event(self._uploaded)
-        q, k, v, o, lse, strides, _ = arrays
         kernel = self._kernel
         record = kernel.record
         with kernel.lock:
-            _ARRAYS.pack_into(record, 0, q.ptr, k.ptr, v.ptr, o.ptr, 0 if lse is None else lse.ptr)
+            _ARRAYS.pack_into(record, 0, *addresses)
             if kernel.planned_by != self._number:
                 self._set_plan()
             if strides is not kernel.strides:
@@ -186,7 +197,8 @@ class Fa2Launcher:
                 kernel.set_scales(scales)
             if user_values is not None:
                 record[ATTENTION_PARAMS.itemsize :] = user_values
-            self._set_maps(arrays)
+            if arrays is not None:
+                self._set_maps(arrays)
             kernel.launch(self._num_ctas, stream)
 
     def _set_plan(self) -> None:
