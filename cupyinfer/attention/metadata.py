@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from cupyinfer.errors import ArgumentError, ArgumentTypeError
 from cupyinfer.interop import ArrayView, as_view, cupy_array
+from cupyinfer.schedule.counting import tuple_new
 from cupyinfer.schedule.geometry import BatchGeometry, Ints, check_flag, host_integers
 
 _INT32_MAX = 2**31 - 1
@@ -106,7 +107,7 @@ def page_table(indices: Any, num_entries: int, argument: str, copied: bool = Fal
         low = int(used.min())
         raise ArgumentError(f"{argument}: holds page id {low if low < 0 else high}, page ids are 0 to {_INT32_MAX}")
     on_host: Any = used if used.dtype == _INT32 and used.flags.c_contiguous else used.astype(_INT32)
-    return PageTable(num_entries, on_host, None, False, high)
+    return tuple_new(PageTable, (num_entries, on_host, None, False, high))
 
 
 def _check_entries(have: int, need: int, argument: str) -> None:

@@ -138,8 +138,7 @@ class ArrayChecker:
         self._kv_layout = kv_layout
         self._device = device
         self._max_page = max_page
-        self._memory = *memory, *held
-        self._held = held
+        self._memory, self._held = memory, held
         (self._float_begin, self._float_end, _), (self._int_begin, self._int_end, _) = memory
         self._kv_names = kv_names or (_PAGED_NAMES if options.paged else _RAGGED_NAMES)
         # What the last run of any plan of these options brought, and the last one of this plan.
@@ -279,7 +278,7 @@ class ArrayChecker:
         for other, other_name in zip(others, ("q", *self._kv_names, "out"), strict=False):
             if begin < other.ptr + num_bytes(other) and other.ptr < end and memory_is_shared(written, other):
                 raise ArgumentError(f"{name}: shares memory with {other_name}; a run would write over what it reads or writes")
-        for held, held_end, held_name in self._memory:
+        for held, held_end, held_name in (*self._memory, *self._held):
             if begin < held_end and held < end:
                 raise ArgumentError(f"{name}: shares memory with {held_name}; a run would write over its plan or partial results")
 

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cupyinfer.errors import ArgumentError, ArgumentTypeError
-from cupyinfer.schedule.counting import counting, ends, room_for, scalar
+from cupyinfer.schedule.counting import counting, ends, room_for, scalar, tuple_new
 
 Ints = npt.NDArray[np.int64]
 _INT32_MAX = 2**31 - 1
@@ -227,7 +227,7 @@ def paged_kv_lengths(indptr: Ints, last_page_len: Ints, page_size: int, names: t
         _check_last_page_len(last_page_len, indptr[1:] - indptr[:-1], page_size, names[1])
         np.maximum(kv_len, scalar(0), out=kv_len)
         shortest, longest = max(0, shortest), max(0, longest)
-    lengths = KvLengths(kv_len, shortest, longest)
+    lengths = tuple_new(KvLengths, (kv_len, shortest, longest))
     if longest > MAX_KV_LEN or indptr.item(-1) > _INT32_MAX:
         _check_end(indptr, names[0])
         _check_kv_len(lengths, names[0])
@@ -253,7 +253,7 @@ def decode_geometry(indptr: Ints, last_page_len: Ints, page_size: int) -> BatchG
     kv_len, shortest, longest = paged_kv_lengths(indptr, last_page_len, page_size, ("indptr", "last_page_len"))
     batch = len(kv_len)
     qo_len, q_begin = _one_query_each(batch)
-    return BatchGeometry(qo_len, kv_len, q_begin, indptr[:-1], batch, indptr.item(-1), shortest, longest, 1)
+    return tuple_new(BatchGeometry, (qo_len, kv_len, q_begin, indptr[:-1], batch, indptr.item(-1), shortest, longest, 1))
 
 
 def paged_prefill_geometry(qo_indptr: Ints, paged_kv_indptr: Ints, last_page_len: Ints, page_size: int) -> BatchGeometry:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import NamedTuple, NoReturn
 
 from cupyinfer.errors import StateError
+from cupyinfer.schedule.counting import tuple_new
 from cupyinfer.schedule.partition import CTA_INTS, GROUP_INTS
 from cupyinfer.schedule.tiling import TILE_INTS
 from cupyinfer.workspace import WORKSPACE_ALIGNMENT, AlignedAllocator, WorkspaceSize
@@ -83,7 +84,7 @@ def lay_out(counts: RegionCounts, float_allocator: AlignedAllocator, int_allocat
         _name_what_does_not_fit(counts, _INT_REGIONS, int_allocator)
     if float_allocator.reserve(partial_lse + 4 * num_partial_rows) != 0:
         _name_what_does_not_fit(counts, _FLOAT_REGIONS, float_allocator)
-    return Offsets(0, cta_work, merge_groups, page_indices, values, 0, partial_lse)
+    return tuple_new(Offsets, (0, cta_work, merge_groups, page_indices, values, 0, partial_lse))
 
 
 def _name_what_does_not_fit(counts: RegionCounts, regions: tuple[str, ...], allocator: AlignedAllocator) -> NoReturn:

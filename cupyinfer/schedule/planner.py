@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from cupyinfer.errors import ArgumentError, WorkspaceError
 from cupyinfer.schedule.capacity import BatchLimits, capacity_counts
+from cupyinfer.schedule.counting import tuple_new
 from cupyinfer.schedule.geometry import MAX_KV_LEN, MAX_PACKED_ROWS, MAX_UNITS, BatchGeometry, check_flag, check_heads, store_ints
 from cupyinfer.schedule.layout import RegionCounts, lay_out, measure
 from cupyinfer.schedule.plan_info import DecodePlanInfo, PlanInfo, PrefillPlanInfo
@@ -289,8 +290,9 @@ def draft_plan(
         _check_capacity(schedule, counts)
     else:
         _, records, (cta_work, merge_groups, rows), _ = schedule
-        counts = RegionCounts(len(records), len(cta_work), len(merge_groups), rows, shape.head_dim_vo, num_page_indices, value_bytes)
-    return PlanDraft(shape, geometry, schedule, counts, cuda_graph)
+        num_tiles, num_ctas, num_groups = len(records), len(cta_work), len(merge_groups)
+        counts = tuple_new(RegionCounts, (num_tiles, num_ctas, num_groups, rows, shape.head_dim_vo, num_page_indices, value_bytes))
+    return tuple_new(PlanDraft, (shape, geometry, schedule, counts, cuda_graph))
 
 
 def _check_units(tiles: Tiles, num_kv_heads: int, fixed_kv: int | None) -> None:

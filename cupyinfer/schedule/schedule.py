@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cupyinfer.errors import ArgumentError, ArgumentTypeError
-from cupyinfer.schedule.counting import counting, scalar
+from cupyinfer.schedule.counting import counting, scalar, tuple_new
 from cupyinfer.schedule.geometry import MAX_KV_LEN
 from cupyinfer.schedule.order import busiest_time, least_time, line_time, order_tiles
 from cupyinfer.schedule.partition import Partition, cut_line, cut_line_of_each_head, merge_groups_of, no_groups, whole_units_only
@@ -151,7 +151,7 @@ def make_schedule(
         else:
             records, partition = _automatic_prefill(tiles, line, config, num_sms, num_kv_heads, policy.allowed, full_grid, keys_in_l2)
         if partition is not None:
-            return Schedule(config, records, partition, unit_step)
+            return tuple_new(Schedule, (config, records, partition, unit_step))
     num_units = len(records) * num_kv_heads
     num_ctas = min(num_units, grid)
     if config.cta_tile_q == 16 and equal and num_units:
@@ -159,7 +159,8 @@ def make_schedule(
         # neighbours then read the heads of one page at the same time.
         num_ctas = -(-num_units // -(-num_units // grid))
     cta_work = whole_units_only(grid if full_grid else num_ctas, num_units)
-    return Schedule(config, records, Partition(cta_work, merge_groups, num_partial_rows), unit_step)
+    partition = tuple_new(Partition, (cta_work, merge_groups, num_partial_rows))
+    return tuple_new(Schedule, (config, records, partition, unit_step))
 
 
 class _Line(NamedTuple):

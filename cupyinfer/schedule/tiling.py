@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from cupyinfer.schedule.counting import counting, ends, most, room_for, scalar
+from cupyinfer.schedule.counting import counting, ends, most, room_for, scalar, tuple_new
 from cupyinfer.schedule.geometry import BatchGeometry
 from cupyinfer.schedule.tiles import max_tile_q
 
@@ -173,7 +173,7 @@ def _one_tile_each(
         records[:, 11] = mask_begin
     rows = qo_len * group_size
     if span.window_left < 0:
-        return Tiles(records, kv_len, geometry.q_begin, kv_len, geometry.shortest_kv, geometry.longest_kv, rows)
+        return tuple_new(Tiles, (records, kv_len, geometry.q_begin, kv_len, geometry.shortest_kv, geometry.longest_kv, rows))
     kv_begin = _first_key(kv_len - qo_len, kv_len, kv_tile, span.window_left)
     records[:, 4] = kv_begin
     return _measured(records, kv_len - kv_begin, counting(batch), kv_len, rows)
