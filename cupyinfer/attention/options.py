@@ -176,7 +176,7 @@ class AttentionOptions:
         return {}
 
     @cached_property
-    def checked_arrays(self) -> dict[tuple[str, int], Any]:
+    def checked_arrays(self) -> dict[tuple[str, str, int], Any]:
         """What the last run of these options brought, by layout of the cache and device; see `ArrayChecker`."""
         return {}
 

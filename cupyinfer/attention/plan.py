@@ -97,14 +97,12 @@ class Plan:
 
     def run_again(self, q: Any, k: Any, v: Any, out: Any) -> bool:
         """Run on arrays of CuPy that are laid out as in a run before; False, and nothing done, for any others."""
-        launcher = self._launcher
-        if type(launcher) is not Fa2Launcher:  # fa3 needs more of the arrays than where they are
-            return False
         found = self._checker.addresses_again(q, k, v, out)
         if found is None:
             return False
+        assert isinstance(self._launcher, Fa2Launcher), "no arrays of CuPy fit a plan of the host"
         with use_device(self.device.index):
-            launcher.launch_at(*found, self._plain_scales)
+            self._launcher.launch_at(*found, self._plain_scales)
         return True
 
     def run_single(self, like: Any, q: ArrayView, k: ArrayView, v: ArrayView, out: Any, lse: Any, scales: dict[str, Any]) -> Any:
@@ -126,7 +124,7 @@ class Plan:
             self._check_others(arrays, scales, user)
         if user is None:
             self._launcher.launch(arrays, scales)
-            if not made_out and type(self._launcher) is Fa2Launcher:
+            if not made_out:
                 self._checker.remember(arrays)
         else:
             assert isinstance(self._launcher, Fa2Launcher), "variants are planned for GPUs only"

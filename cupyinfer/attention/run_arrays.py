@@ -87,17 +87,18 @@ class KeptArrays:
         self.last = self.last_cupy = _NOTHING_CHECKED
 
 
-def kept_arrays(kept: dict[tuple[str, int], KeptArrays], kv_layout: str, device_index: int) -> KeptArrays:
-    """Those of a layout and device; the device's kind follows from the plan's kernels, which are not shared either."""
-    return kept.get((kv_layout, device_index)) or kept.setdefault((kv_layout, device_index), KeptArrays())
+def kept_arrays(kept: dict[tuple[str, str, int], KeptArrays], kv_layout: str, device: Device) -> KeptArrays:
+    """Those of a layout and device."""
+    key = kv_layout, device.kind, device.index
+    return kept.get(key) or kept.setdefault(key, KeptArrays())
 
 
 def _cupy_layout(q: Any, k: Any, v: Any, out: Any) -> tuple[Any, ...]:
     """Everything of CuPy arrays that checks look at, but their addresses."""
     return (
         type(q),
-        *(q.shape, q.strides, q.dtype, q.data.device_id, k.shape, k.strides, k.dtype, k.data.device_id),
-        *(v.shape, v.strides, v.dtype, v.data.device_id, out.shape, out.strides, out.dtype, out.data.device_id),
+        *(q.shape, k.shape, v.shape, out.shape, q.strides, k.strides, v.strides, out.strides, q.dtype, k.dtype, v.dtype, out.dtype),
+        *(q.data.device_id, k.data.device_id, v.data.device_id, out.data.device_id),
     )
 
 
@@ -142,7 +143,7 @@ class ArrayChecker:
         (self._float_begin, self._float_end, _), (self._int_begin, self._int_end, _) = memory
         self._kv_names = kv_names or (_PAGED_NAMES if options.paged else _RAGGED_NAMES)
         # What the last run of any plan of these options brought, and the last one of this plan.
-        self._kept = kept_arrays(options.checked_arrays, kv_layout, device.index)
+        self._kept = kept_arrays(options.checked_arrays, kv_layout, device)
         self._last = _NOTHING_CHECKED
         # The same of CuPy arrays as those say it, and whether this plan has seen them.
         self._last_cupy, self._is_new = self._kept.last_cupy, True
@@ -203,10 +204,10 @@ class ArrayChecker:
             reach = num_bytes(views[0]), num_bytes(views[1]), num_bytes(views[2]), num_bytes(views[3])
             self._last_cupy = self._kept.last_cupy = CheckedArrays(_cupy_layout(*owners), arrays.strides, reach)
 
-    def addresses_again(self, q: Any, k: Any, v: Any, out: Any) -> tuple[tuple[int, int, int, int, int], tuple[int, ...]] | None:
-        """Addresses and strides of CuPy arrays that are laid out as those of a run before, which was checked; None for all others.
+    def addresses_again(self, q: Any, k: Any, v: Any, out: Any) -> tuple[tuple[int, ...], tuple[Any, ...], tuple[int, ...]] | None:
+        """Addresses, shapes and strides, as a launch takes them, of CuPy arrays that are laid out as those of a run before.
 
-        None also where addresses alone do not tell that a run may write there: `check` looks closer.
+        None for all others, and also where addresses alone do not tell that a run may write there: `check` looks closer.
 
         Raises:
             ArgumentError, StateError: as `check`, for a plan's first run on arrays that fit another plan of these options.
@@ -220,7 +221,7 @@ class ArrayChecker:
         q_at, k_at, v_at, o_at = q.data.ptr, k.data.ptr, v.data.ptr, out.data.ptr
         if (q_at | k_at | v_at | o_at) % ROW_ALIGNMENT or self._is_near(o_at, o_at + reach[3], q_at, k_at, v_at, reach):
             return None
-        return (q_at, k_at, v_at, o_at, 0), strides
+        return (q_at, k_at, v_at, o_at, 0), layout[1:5], strides
 
     def _checked(self, seen: tuple[Any, ...], q: ArrayView, k: ArrayView, v: ArrayView, out: ArrayView | None) -> CheckedArrays:
         """Check arrays that this plan has not seen. Whether they fit its options, the last run of another plan may have found out."""

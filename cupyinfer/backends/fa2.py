@@ -166,17 +166,18 @@ class Fa2Launcher:
             user_values: the parameters of a user variant as its `struct_format` lays them out.
         """
         q, k, v, o, lse, strides, _ = arrays
-        self.launch_at((q.ptr, k.ptr, v.ptr, o.ptr, 0 if lse is None else lse.ptr), strides, scales, user_values, arrays)
+        addresses = q.ptr, k.ptr, v.ptr, o.ptr, 0 if lse is None else lse.ptr
+        self.launch_at(addresses, (q.shape, k.shape, v.shape, o.shape), strides, scales, user_values)
 
     def launch_at(
         self,
-        addresses: tuple[int, int, int, int, int],
+        addresses: tuple[int, ...],
+        shapes: tuple[tuple[int, ...], ...],
         strides: tuple[int, ...],
         scales: RunScales,
         user_values: bytes | None = None,
-        arrays: RunArrays | None = None,
     ) -> None:
-        """As `launch`, by the addresses of q, k, v, o and lse (0: none). Fa2 kernels need no more of the arrays."""
+        """As `launch`, by the addresses of q, k, v, o and lse (0: none), the shapes of the first four, and strides as in RunArrays."""
         if not self._num_ctas:
             return
         stream = current_stream_ptr(self.device_id)
@@ -197,8 +198,7 @@ class Fa2Launcher:
                 kernel.set_scales(scales)
             if user_values is not None:
                 record[ATTENTION_PARAMS.itemsize :] = user_values
-            if arrays is not None:
-                self._set_maps(arrays)
+            self._set_maps(addresses, shapes, strides)
             kernel.launch(self._num_ctas, stream)
 
     def _set_plan(self) -> None:
@@ -211,5 +211,5 @@ class Fa2Launcher:
             kernel.set_field(name, values.get(name, 0))
         kernel.planned_by = self._number
 
-    def _set_maps(self, arrays: RunArrays) -> None:
+    def _set_maps(self, addresses: tuple[int, ...], shapes: tuple[tuple[int, ...], ...], strides: tuple[int, ...]) -> None:
         """Write what a kernel needs of the arrays besides addresses and strides; fa2 needs nothing."""

@@ -15,12 +15,13 @@ from cupyinfer.attention.options import AttentionOptions, make_options
 from cupyinfer.attention.run_arrays import ArrayChecker, PlanMemories, cache_views
 from cupyinfer.backends.arrays import RunArrays
 from cupyinfer.errors import ArgumentError, StateError
-from cupyinfer.interop import cuda_device
+from cupyinfer.interop import CPU_DEVICE, Device, cuda_device
 from cupyinfer.schedule.plan_info import DecodePlanInfo
 
 cupy = pytest.importorskip("cupy")
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
+GPU = cuda_device(0)
 BATCH, HEADS, KV_HEADS, DIM, PAGES, PAGE = 3, 8, 2, 64, 10, 16
 #: Nothing is read: a run's arrays are checked by what they say of themselves.
 PLACES = {"q": 1 << 40, "k": 2 << 40, "v": 3 << 40, "out": 4 << 40}
@@ -59,9 +60,9 @@ def options() -> AttentionOptions:
     return replace(kept, sm_scale=kept.sm_scale)
 
 
-def checker(of: AttentionOptions, batch: int = BATCH, max_page: int = PAGES - 1, device: int = 0) -> ArrayChecker:
+def checker(of: AttentionOptions, batch: int = BATCH, max_page: int = PAGES - 1, device: Device = GPU, layout: str = "NHD") -> ArrayChecker:
     info = DecodePlanInfo(batch, batch, PAGES, 1, 16, 64, batch, 0, 0, 1, 0, *[0] * 9)
-    return ArrayChecker(of, info, "NHD", cuda_device(device), max_page, WORKSPACES)
+    return ArrayChecker(of, info, layout, device, max_page, WORKSPACES)
 
 
 def check(one: ArrayChecker, q: Any, cache: Any, out: Any) -> RunArrays:
@@ -92,7 +93,8 @@ def test_arrays_elsewhere_have_their_own_addresses_and_the_same_strides(seen: Ar
     elsewhere = {name: replace(array, at=array.at + (1 << 33)) for name, array in given().items()}
     found = seen.addresses_again(*made(elsewhere))
     assert found is not None
-    addresses, strides = found
+    addresses, shapes, strides = found
+    assert shapes == tuple(array.shape for array in given().values())
     assert addresses == (*(array.at for array in elsewhere.values()), 0)
     assert strides == checked(checker(options()), given()).strides
 
@@ -140,7 +142,9 @@ def test_the_next_plan_of_the_same_options_knows_the_layout() -> None:
     of = options()
     checked(checker(of), given())
     assert checker(of).addresses_again(*made(given())) is not None
-    assert checker(of, device=1).addresses_again(*made(given())) is None
+    for other in (cuda_device(1), CPU_DEVICE):
+        assert checker(of, device=other).addresses_again(*made(given())) is None
+    assert checker(of, layout="HND").addresses_again(*made(given())) is None
     assert checker(options()).addresses_again(*made(given())) is None
 
 

@@ -95,7 +95,7 @@ def test_runs_of_several_plans_have_their_own_arrays_strides_and_factors(loaded:
     one, other = planned(of, 1), planned(of, 2)
     one.launch(arrays(100), RunScales(0.5, 2.0, 3.0))
     other.launch(arrays(200, SECOND, lse=False), PLAIN)
-    one.launch_at((1, 2, 3, 4, 0), FIRST, PLAIN)
+    one.launch_at((1, 2, 3, 4, 0), ((1,),) * 4, FIRST, PLAIN)
     other.launch(arrays(300, SECOND), RunScales(0.5, view(41), view(42), view(43)))
     one.launch(arrays(100), PLAIN)
     strides = [record.tolist()[17:27] for _, _, record in loaded.launches]
