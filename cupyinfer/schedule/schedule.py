@@ -276,11 +276,10 @@ def _automatic_prefill(
     if not full_grid:
         num_ctas = fewer = -(-num_units // -(-num_units // grid))
         most_time = _FEWER_CTAS * time
-        if num_units > grid > fewer and (
-            least_time(total, len(line.records), num_kv_heads, fewer) > most_time
-            or busiest_time(line.iterations, num_kv_heads, fewer) > most_time
-        ):
-            num_ctas = grid
+        if num_units > grid > fewer:
+            too_long = least_time(total, len(line.records), num_kv_heads, fewer) > most_time
+            if too_long or busiest_time(line.iterations, num_kv_heads, fewer) > most_time:
+                num_ctas = grid
     return line.records, Partition(whole_units_only(num_ctas, num_units), no_groups(), 0)
 
 
