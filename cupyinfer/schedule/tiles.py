@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cupyinfer.errors import UnsupportedError
+from cupyinfer.schedule.counting import scalar
 
 #: Supported (head_dim_qk, head_dim_vo) pairs.
 HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
@@ -190,6 +191,8 @@ def fa3_tile_qs(head_dim_qk: int, head_dim_vo: int, page_size: int, transforms_l
 
 def fa3_tile_q(tile_qs: tuple[int, ...], num_tiles: Callable[[int], int]) -> int:
     """Whichever of `tile_qs` takes least time for a batch that makes `num_tiles(rows)` tiles: taller ones are faster, but pad more."""
+    if len(tile_qs) == 1:
+        return tile_qs[0]
     return min(reversed(tile_qs), key=lambda tile_q: num_tiles(tile_q) * _FA3_TILE_TIME[tile_q])
 
 
@@ -265,8 +268,15 @@ def fa3_kv_tile(choices: tuple[int, ...], keys: npt.NDArray[np.integer], kv_item
     """
     if len(choices) == 1:
         return choices[0]
-    first, second = (tile * int((-(-keys // tile)).sum(dtype=np.int64)) for tile in choices)
+    first, second = _padded(keys, choices[0]), _padded(keys, choices[1])
     return choices[1] if second <= _FA3_LONG_TILE_GAIN[kv_itemsize] * first else choices[0]
+
+
+def _padded(keys: npt.NDArray[np.integer], tile: int) -> int:
+    """All keys, those of each rounded up to whole tiles."""
+    num_tiles = keys + scalar(tile - 1)
+    num_tiles //= scalar(tile)
+    return tile * int(np.add.reduce(num_tiles))
 
 
 def max_tile_q(head_dim_vo: int) -> int:
