@@ -108,28 +108,41 @@ struct RowGroup {
 
   // Scale, transform, cap, bias and mask the logits of the block that begins with `key`.
   __device__ __forceinline__ void finish_logits(const AttentionParams& params, const Tile& tile, int key, int lane, float (&logits)[kKeyTiles][4]) const {
-    bool mask = kCustomMask || kUserMask || key < all_see_from || key + kBlockKeys - 1 > all_see_to;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      if (r == 1 && tile.num_rows <= 8) continue;
+#pragma unroll
+      for (int n = 0; n < kKeyTiles; ++n) {
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          int own_key = key + 8 * n + 2 * (lane % 4) + j;
+          float& logit = logits[n][2 * r + j];
+          logit *= scale[r];
+          if constexpr (kUserLogit) {
+            logit = user_logit(params, tile, row[r], own_key, logit);
+            if constexpr (!kSoftCap) logit *= kLog2E;
+          }
+          if constexpr (kSoftCap) logit = params.logits_soft_cap * kLog2E * tanh_ex2(logit / params.logits_soft_cap);
+          if constexpr (kPosEncoding == PosEncoding::kAlibi) logit += slope[r] * (own_key - row[r].position);
+        }
+      }
+    }
+    // Few blocks need a mask. A branch of its own keeps its instructions out of the others' way; folded into the loop above, the
+    // compiler would run them for all.
+    if (kCustomMask || kUserMask || key < all_see_from || key + kBlockKeys - 1 > all_see_to) mask_logits(params, tile, key, lane, logits);
+  }
+
+  __device__ __forceinline__ void mask_logits(const AttentionParams& params, const Tile& tile, int key, int lane, float (&logits)[kKeyTiles][4]) const {
 #pragma unroll
     for (int n = 0; n < kKeyTiles; ++n) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        if (i >= 2 && tile.num_rows <= 8) continue;
         const Row& own = row[i / 2];
         int own_key = key + 8 * n + 2 * (lane % 4) + i % 2;
-        float logit = logits[n][i] * scale[i / 2];
-        if constexpr (kUserLogit) {
-          logit = user_logit(params, tile, own, own_key, logit);
-          if constexpr (!kSoftCap) logit *= kLog2E;
-        }
-        if constexpr (kSoftCap) logit = params.logits_soft_cap * kLog2E * tanh_ex2(logit / params.logits_soft_cap);
-        if constexpr (kPosEncoding == PosEncoding::kAlibi) logit += slope[i / 2] * (own_key - own.position);
-        if (mask) {
-          bool seen = own_key >= own.lo && own_key <= own.hi;
-          if constexpr (kCustomMask) seen = seen && custom_mask_bit(params, tile, own, own_key);
-          if constexpr (kUserMask) seen &= user_mask(params, tile, own, own_key);
-          if (!seen) logit = neg_inf();
-        }
-        logits[n][i] = logit;
+        bool seen = own_key >= own.lo && own_key <= own.hi;
+        if constexpr (kCustomMask) seen = seen && custom_mask_bit(params, tile, own, own_key);
+        if constexpr (kUserMask) seen &= user_mask(params, tile, own, own_key);
+        if (!seen) logits[n][i] = neg_inf();
       }
     }
   }
