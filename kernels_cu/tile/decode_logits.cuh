@@ -129,7 +129,8 @@ struct RowGroup {
     }
     // Few blocks need a mask. A branch of its own keeps its instructions out of the others' way; folded into the loop above, the
     // compiler would run them for all.
-    if (kCustomMask || kUserMask || key < all_see_from || key + kBlockKeys - 1 > all_see_to) mask_logits(params, tile, key, lane, logits);
+    bool all_seen = !kCustomMask && !kUserMask && key >= all_see_from && key + kBlockKeys - 1 <= all_see_to;
+    if (__builtin_expect(!all_seen, false)) mask_logits(params, tile, key, lane, logits);
   }
 
   __device__ __forceinline__ void mask_logits(const AttentionParams& params, const Tile& tile, int key, int lane, float (&logits)[kKeyTiles][4]) const {

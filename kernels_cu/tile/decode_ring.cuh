@@ -20,6 +20,9 @@ constexpr int kSlotBytes = kBlockKeys * 16 * (kKRowChunks > kVRowChunks ? kKRowC
 constexpr int kKRowsAtOnce = 32 % kKRowChunks == 0 ? 32 / kKRowChunks : 0;
 constexpr int kVRowsAtOnce = 32 % kVRowChunks == 0 ? 32 / kVRowChunks : 0;
 
+// Past head_dim 128 registers are too few to keep where a head's rows begin.
+constexpr bool kKeepsRows = kHeadDimQk <= 128;
+
 // Blocks are dealt to the warps in turn, on and on over the segments of a CTA: a segment begins with the warp after the one that had
 // the last block of the segment before, so that uneven ends do not add up on the same warps.
 struct BlockDeal {
@@ -46,6 +49,8 @@ struct BlockLoader {
   bool by_part;            // parts lie inside one page each
   int pages[kBlockParts];  // by part: of each part's first key; else the first one of key `key + lane % kBlockKeys`
   int slot;                // of the same key in the first of these pages
+  // This head's row at slot 0 of page 0; by part, the chunk of the row below it that this lane copies first.
+  const char *k_rows, *v_rows;
 
   __device__ __forceinline__ BlockLoader(const AttentionParams& params, int warp_idx, int lane_idx)
       : cursor(params), warp(warp_idx), lane(lane_idx), key(0), active(true) {
@@ -56,7 +61,7 @@ struct BlockLoader {
 
   // Copy the next half-block, which the caller knows to be keys or values. Always closes one group.
   __device__ __forceinline__ void load_half(const AttentionParams& params, bool keys, unsigned slot_address) {
-    if (active) {
+    if (__builtin_expect(active, true)) {
       if (keys) {
         copy<true>(params, slot_address);
       } else {
@@ -74,10 +79,11 @@ struct BlockLoader {
 
   // Find this warp's next block at or after `key`, and load its page ids.
   __device__ __forceinline__ void seek(const AttentionParams& params) {
-    while (key >= segment.kv_end) {
+    while (__builtin_expect(key >= segment.kv_end, false)) {
       active = cursor.next(params, tile, segment);
       if (!active) return;
       key = deal.first_key(segment, warp);
+      if constexpr (kKeepsRows) k_rows = first_row<true>(params), v_rows = first_row<false>(params);
       if (warp == 0) prefetch_query(params);
     }
     int own_key = by_part ? key : key + lane % kBlockKeys;
@@ -85,7 +91,7 @@ struct BlockLoader {
     if constexpr (kPaged) {
       int page_idx = divide(own_key, params.by_page_size);
       slot = own_key - page_idx * params.page_size;
-      const int* ids = params.page_indices + tile.kv_base + page_idx;
+      const int* ids = params.page_indices + static_cast<unsigned>(tile.kv_base + page_idx);
       pages[0] = __ldg(ids);
 #pragma unroll
       for (int part = 1; part < kBlockParts; ++part) {
@@ -106,23 +112,35 @@ struct BlockLoader {
     for (int dim = lane < 16 ? 0 : 64; dim < kHeadDimQk; dim += 128) prefetch_l2(q + dim);
   }
 
-  // A row of this head, `chunk` chunks of 16 bytes into it. Strides are whole chunks, and fewer than 2^32 of them.
+  // Strides are whole chunks of 16 bytes, and fewer than 2^32 of them.
+  static __device__ __forceinline__ unsigned chunks(long long stride) { return static_cast<unsigned>(stride / (16 / kKvBytes)); }
+  static __device__ __forceinline__ unsigned long long times(int index, unsigned stride) {
+    unsigned long long product;
+    asm("mul.wide.u32 %0, %1, %2;" : "=l"(product) : "r"(index), "r"(stride));
+    return product;
+  }
+
+  // What `k_rows` and `v_rows` hold.
   template <bool kIsK>
-  __device__ __forceinline__ const char* row_address(const AttentionParams& params, int page, int slot_in_page, int chunk) const {
-    constexpr int kChunkElements = 16 / kKvBytes;
-    auto chunks = [](long long stride) { return static_cast<unsigned>(stride / kChunkElements); };
-    auto times = [](int index, unsigned stride) { return static_cast<unsigned long long>(static_cast<unsigned>(index)) * stride; };
-    unsigned long long offset = times(slot_in_page, chunks(kIsK ? params.k_stride_token : params.v_stride_token)) +
-                                times(segment.kv_head, chunks(kIsK ? params.k_stride_head : params.v_stride_head)) + chunk;
-    if constexpr (kPaged) offset += times(page, chunks(kIsK ? params.k_stride_page : params.v_stride_page));
+  __device__ __forceinline__ const char* first_row(const AttentionParams& params) const {
+    unsigned long long offset = times(segment.kv_head, chunks(kIsK ? params.k_stride_head : params.v_stride_head));
+    if (by_part) offset += times(lane / kKRowChunks, chunks(kIsK ? params.k_stride_token : params.v_stride_token)) + lane % kKRowChunks;
     return static_cast<const char*>(kIsK ? params.k : params.v) + offset * 16;
+  }
+
+  // The row of `k_rows` or `v_rows` in one slot of a page.
+  template <bool kIsK>
+  __device__ __forceinline__ const char* row_address(const AttentionParams& params, int page, int slot_in_page) const {
+    unsigned long long offset = times(slot_in_page, chunks(kIsK ? params.k_stride_token : params.v_stride_token));
+    if constexpr (kPaged) offset += times(page, chunks(kIsK ? params.k_stride_page : params.v_stride_page));
+    return (!kKeepsRows ? first_row<kIsK>(params) : kIsK ? k_rows : v_rows) + offset * 16;
   }
 
   template <bool kIsK>
   __device__ __forceinline__ void copy(const AttentionParams& params, unsigned slot_address) const {
     if constexpr (kKRowsAtOnce > 0 && kVRowsAtOnce > 0) {
-      if (by_part) {
-        if (key >= segment.first_seen && key + kBlockKeys <= segment.kv_end) {
+      if (__builtin_expect(by_part, true)) {
+        if (__builtin_expect(key >= segment.first_seen && key + kBlockKeys <= segment.kv_end, true)) {
           copy_by_part<kIsK, true>(params, slot_address);
         } else {
           copy_by_part<kIsK, false>(params, slot_address);
@@ -131,7 +149,7 @@ struct BlockLoader {
       }
     }
     bool seen = is_seen(key + lane % kBlockKeys);
-    const char* row_of_key = row_address<kIsK>(params, kPaged ? pages[0] : 0, slot, 0);
+    const char* row_of_key = row_address<kIsK>(params, kPaged ? pages[0] : 0, slot);
     copy_by_key<kIsK ? kKRowChunks : kVRowChunks>(seen ? row_of_key : static_cast<const char*>(kIsK ? params.k : params.v), slot_address,
                                                   __ballot_sync(0xffffffffu, seen));
   }
@@ -139,7 +157,8 @@ struct BlockLoader {
   // Unless the block is whole, keys that no row sees become zeros. Their pages may not exist; a copy of no bytes does not look.
   template <bool kIsK, bool kWhole>
   __device__ __forceinline__ void copy_by_part(const AttentionParams& params, unsigned slot_address) const {
-    constexpr int kRowChunks = kIsK ? kKRowChunks : kVRowChunks, kRowsAtOnce = kIsK ? kKRowsAtOnce : kVRowsAtOnce;
+    static_assert(kKRowChunks == kVRowChunks || kKRowsAtOnce == 0 || kVRowsAtOnce == 0, "k_rows and v_rows begin with the same row and chunk");
+    constexpr int kRowChunks = kKRowChunks, kRowsAtOnce = kKRowsAtOnce;
     int row = lane / kRowChunks, chunk = lane % kRowChunks;
     long long step_bytes = (kIsK ? params.k_stride_token : params.v_stride_token) * (kRowsAtOnce * kKvBytes);
     unsigned target = slot_address + Swizzle<kRowChunks * 16>::offset(row, chunk);
@@ -147,7 +166,7 @@ struct BlockLoader {
     for (int part = 0; part < kBlockParts; ++part) {
       // Part 1 lies behind part 0 in its page, or begins the next one.
       int first_slot = !kPaged || part == 0 || slot + part * kPartKeys < params.page_size ? slot + part * kPartKeys : 0;
-      const char* source = row_address<kIsK>(params, kPaged ? pages[part] : 0, first_slot + row, chunk);
+      const char* source = row_address<kIsK>(params, kPaged ? pages[part] : 0, first_slot);
 #pragma unroll
       for (int first = 0; first < kPartKeys; first += kRowsAtOnce) {
         unsigned to = Swizzle<kRowChunks * 16>::advance_rows(target, part * kPartKeys + first);

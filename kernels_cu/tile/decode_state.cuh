@@ -47,7 +47,7 @@ struct WarpState {
         }
       }
       // The maximum soon stops growing, and most blocks need no rescaling.
-      if (__any_sync(0xffffffffu, rescale != 1.f)) {
+      if (__builtin_expect(__any_sync(0xffffffffu, rescale != 1.f), false)) {
 #pragma unroll
         for (int n = 0; n < kOutputTiles; ++n) o[n][2 * r] *= rescale, o[n][2 * r + 1] *= rescale;
       }
