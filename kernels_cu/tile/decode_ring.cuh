@@ -36,6 +36,56 @@ struct BlockDeal {
   }
 };
 
+// `row_of_key` is the row of the block's key `lane % kBlockKeys`. Keys that no row sees, whose bits in `seen` are 0, become zeros.
+// A call, for its instructions would lie in the way of blocks that are copied by part.
+template <int kRowChunks>
+__device__ __noinline__ void copy_by_key(const char* row_of_key, unsigned slot_address, unsigned seen) {
+  static_assert(kBlockKeys * kRowChunks % 32 == 0, "a block is copied by whole warps");
+  int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int step = 0; step < kBlockKeys * kRowChunks / 32; ++step) {
+    int idx = step * 32 + lane;
+    int row = idx / kRowChunks, chunk = idx % kRowChunks;
+    const char* source = reinterpret_cast<const char*>(__shfl_sync(0xffffffffu, reinterpret_cast<unsigned long long>(row_of_key), row)) + chunk * 16;
+    cp_async_16(slot_address + Swizzle<kRowChunks * 16>::offset(row, chunk), source, seen >> row & 1);
+  }
+}
+
+// How a lane copies a block whose parts lie inside one page each: by stepping from row to row.
+struct PartCopy {
+  const char* sources[kBlockParts];  // of its chunk of the first rows that are copied at once
+  long long step_bytes;              // to the next rows
+  unsigned target;
+
+  // Unless the block is whole, keys that no row sees, whose bits in `seen` are 0, become zeros. Their pages may not exist; a copy of no
+  // bytes does not look.
+  template <bool kWhole>
+  __device__ __forceinline__ void run(unsigned seen) const {
+#pragma unroll
+    for (int part = 0; part < kBlockParts; ++part) {
+      const char* source = sources[part];
+#pragma unroll
+      for (int first = part * kPartKeys; first < (part + 1) * kPartKeys; first += kKRowsAtOnce > 0 ? kKRowsAtOnce : kPartKeys) {
+        unsigned to = Swizzle<kKRowChunks * 16>::advance_rows(target, first);
+        if constexpr (kWhole) {
+          cp_async_16(to, source);
+        } else {
+          cp_async_16(to, source, seen >> first & 1);
+        }
+        source += step_bytes;
+      }
+    }
+  }
+};
+
+// A block of which some keys are not seen, out of the way of the others.
+__device__ __noinline__ void copy_seen_rows(const char* first_source, const char* last_source, long long step_bytes, unsigned target, unsigned seen) {
+  PartCopy copy;
+  copy.sources[0] = first_source, copy.sources[kBlockParts - 1] = last_source;
+  copy.step_bytes = step_bytes, copy.target = target;
+  copy.run<false>(seen >> (threadIdx.x % 32 / kKRowChunks));
+}
+
 // Runs ahead of the arithmetic. Page ids are loaded one block before the copies that need them, so that no copy waits for one.
 // Where parts lie inside one page each, a block is copied by stepping from row to row; elsewhere it is addressed key by key.
 struct BlockLoader {
@@ -140,11 +190,7 @@ struct BlockLoader {
   __device__ __forceinline__ void copy(const AttentionParams& params, unsigned slot_address) const {
     if constexpr (kKRowsAtOnce > 0 && kVRowsAtOnce > 0) {
       if (__builtin_expect(by_part, true)) {
-        if (__builtin_expect(key >= segment.first_seen && key + kBlockKeys <= segment.kv_end, true)) {
-          copy_by_part<kIsK, true>(params, slot_address);
-        } else {
-          copy_by_part<kIsK, false>(params, slot_address);
-        }
+        copy_by_part<kIsK>(params, slot_address);
         return;
       }
     }
@@ -154,42 +200,22 @@ struct BlockLoader {
                                                   __ballot_sync(0xffffffffu, seen));
   }
 
-  // Unless the block is whole, keys that no row sees become zeros. Their pages may not exist; a copy of no bytes does not look.
-  template <bool kIsK, bool kWhole>
+  template <bool kIsK>
   __device__ __forceinline__ void copy_by_part(const AttentionParams& params, unsigned slot_address) const {
-    static_assert(kKRowChunks == kVRowChunks || kKRowsAtOnce == 0 || kVRowsAtOnce == 0, "k_rows and v_rows begin with the same row and chunk");
-    constexpr int kRowChunks = kKRowChunks, kRowsAtOnce = kKRowsAtOnce;
-    int row = lane / kRowChunks, chunk = lane % kRowChunks;
-    long long step_bytes = (kIsK ? params.k_stride_token : params.v_stride_token) * (kRowsAtOnce * kKvBytes);
-    unsigned target = slot_address + Swizzle<kRowChunks * 16>::offset(row, chunk);
+    static_assert(kKRowChunks == kVRowChunks || kKRowsAtOnce == 0 || kVRowsAtOnce == 0, "keys and values are copied by the same steps");
+    PartCopy copy;
+    copy.step_bytes = (kIsK ? params.k_stride_token : params.v_stride_token) * (kKRowsAtOnce * kKvBytes);
+    copy.target = slot_address + Swizzle<kKRowChunks * 16>::offset(lane / kKRowChunks, lane % kKRowChunks);
 #pragma unroll
     for (int part = 0; part < kBlockParts; ++part) {
       // Part 1 lies behind part 0 in its page, or begins the next one.
       int first_slot = !kPaged || part == 0 || slot + part * kPartKeys < params.page_size ? slot + part * kPartKeys : 0;
-      const char* source = row_address<kIsK>(params, kPaged ? pages[part] : 0, first_slot);
-#pragma unroll
-      for (int first = 0; first < kPartKeys; first += kRowsAtOnce) {
-        unsigned to = Swizzle<kRowChunks * 16>::advance_rows(target, part * kPartKeys + first);
-        if constexpr (kWhole) {
-          cp_async_16(to, source);
-        } else {
-          cp_async_16(to, source, is_seen(key + part * kPartKeys + first + row));
-        }
-        source += step_bytes;
-      }
+      copy.sources[part] = row_address<kIsK>(params, kPaged ? pages[part] : 0, first_slot);
     }
-  }
-
-  // `row_of_key` is the row of key `key + lane % kBlockKeys`. Keys that no row sees, whose bits in `seen` are 0, become zeros.
-  template <int kRowChunks>
-  __device__ __forceinline__ void copy_by_key(const char* row_of_key, unsigned slot_address, unsigned seen) const {
-    static_assert(kBlockKeys * kRowChunks % 32 == 0, "a block is copied by whole warps");
-#pragma unroll
-    for (int step = 0; step < kBlockKeys * kRowChunks / 32; ++step) {
-      int idx = step * 32 + lane;
-      int row = idx / kRowChunks, chunk = idx % kRowChunks;
-      const char* source = reinterpret_cast<const char*>(__shfl_sync(0xffffffffu, reinterpret_cast<unsigned long long>(row_of_key), row)) + chunk * 16;
-      cp_async_16(slot_address + Swizzle<kRowChunks * 16>::offset(row, chunk), source, seen >> row & 1);
+    if (__builtin_expect(key >= segment.first_seen && key + kBlockKeys <= segment.kv_end, true)) {
+      copy.run<true>(0);
+    } else {
+      copy_seen_rows(copy.sources[0], copy.sources[kBlockParts - 1], copy.step_bytes, copy.target, __ballot_sync(0xffffffffu, is_seen(key + lane % kBlockKeys)));
     }
   }
 };
