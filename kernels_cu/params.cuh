@@ -43,6 +43,7 @@ struct AttentionParams {
   float rope_log2_theta;      // log2(rope_theta)
   int max_tiles;              // tile records that exist, used or not
   int unit_step;              // from one unit of a CTA's share to the next
+  int num_entries, entries_per_tile;  // of the page table: all, and a guess at how many a tile has
 #ifdef CUPYINFER_USER_VARIANT
   alignas(8) UserParams user;
 #endif

@@ -382,7 +382,8 @@ def _plan_on_gpu(
     )
     per_head = {} if values is NO_VALUES else values.addresses(ints + info.values_offset)
     make = Fa3Launcher if isinstance(kernel, Fa3Kernel) else Fa2Launcher
-    steps = draft.counts.num_tiles, info.unit_step
+    num_entries = request.pages.num_entries
+    steps = draft.counts.num_tiles, info.unit_step, num_entries, num_entries // max(1, info.num_tiles)
     launcher = make(kernel, addresses, steps, per_head, info.num_ctas, (workspaces, request.pages, values))  # type: ignore[arg-type]
     if info.int_bytes:
         launcher.upload(lambda block: _fill(request, draft, info, block), info.int_bytes, ints, stream)

@@ -27,7 +27,7 @@ ATTENTION_PARAMS = np.dtype(
     + [(name, np.uint64) for name in _DIVISORS]
     + [(name, np.int32) for name in _INTS]
     + [(name, np.float32) for name in _FLOATS]
-    + [("max_tiles", np.int32), ("unit_step", np.int32)],
+    + [("max_tiles", np.int32), ("unit_step", np.int32), ("num_entries", np.int32), ("entries_per_tile", np.int32)],
     align=True,
 )
 
@@ -36,7 +36,7 @@ FA3_PARAMS = np.dtype(
     {
         "names": ["base", "box_rows", "num_pages", "q_boxes", "o_boxes", "k", "v", "q", "o"],
         "formats": [ATTENTION_PARAMS, np.int32, np.int32, np.int32, np.int32, "V128", "V128", "V128", "V128"],
-        "offsets": [0, 296, 300, 304, 308, 320, 448, 576, 704],
+        "offsets": [0, 304, 308, 312, 316, 320, 448, 576, 704],
         "itemsize": 832,
     }
 )

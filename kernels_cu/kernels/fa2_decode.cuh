@@ -44,7 +44,7 @@ extern "C" __global__ void __launch_bounds__(kNumWarps * 32, 1) attention(const 
   // Half-blocks, keys and values in turn: kNumStages - 1 of them are in flight while one is worked on.
   BlockLoader loader(params, warp, lane);
 #pragma unroll 1
-  for (int i = 0; i < kNumStages - 1; ++i) loader.load_half(params, i % 2 == 0, ring + i * kSlotBytes);
+  for (int i = -1; i < kNumStages - 1; ++i) loader.load_half<true>(params, i % 2 == 0, ring + i * kSlotBytes);
   __syncthreads();
 
   constexpr bool kKeysFollowKeys = kNumStages % 2 == 1;
@@ -65,13 +65,13 @@ extern "C" __global__ void __launch_bounds__(kNumWarps * 32, 1) attention(const 
       for (int key = deal.first_key(segment, warp); key < segment.kv_end; key += kNumWarps * kBlockKeys) {
         float logits[kKeyTiles][4];
         at.wait();
-        loader.load_half(params, kKeysFollowKeys, at.behind());
+        loader.load_half<false>(params, kKeysFollowKeys, at.behind());
         rows.multiply_keys(at.slot, key, lane, logits);
         rows.finish_logits(params, tile, key, lane, logits);
         state.absorb(logits, tile.num_rows);
         at.advance();
         at.wait();
-        loader.load_half(params, !kKeysFollowKeys, at.behind());
+        loader.load_half<false>(params, !kKeysFollowKeys, at.behind());
         accumulate_values(state, logits, at.slot, lane);
         at.advance();
       }

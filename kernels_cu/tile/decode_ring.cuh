@@ -86,38 +86,64 @@ __device__ __noinline__ void copy_seen_rows(const char* first_source, const char
   copy.run<false>(seen >> (threadIdx.x % 32 / kKRowChunks));
 }
 
+// Page ids of a warp's first block, from where they lie if every tile has equally many: asked for together with the records that say
+// where they do lie, they save a trip to memory if that is so.
+struct PageGuess {
+  unsigned entry;  // of the first id in the page table
+  int pages[kBlockParts];
+
+  __device__ __forceinline__ PageGuess(const AttentionParams& params, bool by_part, int warp, int lane) {
+    if constexpr (!kPaged) return;
+    int key = warp * kBlockKeys + (by_part ? 0 : lane % kBlockKeys);
+    int page_idx = divide(key, params.by_page_size);
+    entry = divide(blockIdx.x, params.by_num_kv_heads) * static_cast<unsigned>(params.entries_per_tile) + page_idx;
+#pragma unroll
+    for (int part = 0; part < kBlockParts; ++part) {
+      unsigned at = entry + (part > 0 && key - page_idx * params.page_size + part * kPartKeys >= params.page_size);
+      if (at < static_cast<unsigned>(params.num_entries)) pages[part] = __ldg(params.page_indices + at);
+    }
+  }
+};
+
 // Runs ahead of the arithmetic. Page ids are loaded one block before the copies that need them, so that no copy waits for one.
 // Where parts lie inside one page each, a block is copied by stepping from row to row; elsewhere it is addressed key by key.
 struct BlockLoader {
+  bool by_part;            // parts lie inside one page each
+  PageGuess guess;         // only to start with
   WorkCursor<true> cursor;
   BlockDeal deal;
   Tile tile;
   Segment segment;
   int warp, lane;
-  int key;            // first key of the next block, past the end when there is none
+  int key;                 // first key of the next block, past the end when there is none
   bool active;
-  bool by_part;            // parts lie inside one page each
   int pages[kBlockParts];  // by part: of each part's first key; else the first one of key `key + lane % kBlockKeys`
   int slot;                // of the same key in the first of these pages
   // This head's row at slot 0 of page 0; by part, the chunk of the row below it that this lane copies first.
   const char *k_rows, *v_rows;
 
   __device__ __forceinline__ BlockLoader(const AttentionParams& params, int warp_idx, int lane_idx)
-      : cursor(params), warp(warp_idx), lane(lane_idx), key(0), active(true) {
+      : by_part(kKRowsAtOnce > 0 && kVRowsAtOnce > 0 && (!kPaged || params.page_size % kPartKeys == 0)),
+        guess(params, by_part, warp_idx, lane_idx),
+        cursor(params),
+        warp(warp_idx),
+        lane(lane_idx),
+        key(-kNumWarps * kBlockKeys),
+        active(true) {
     segment.kv_end = 0;
-    by_part = kKRowsAtOnce > 0 && kVRowsAtOnce > 0 && (!kPaged || params.page_size % kPartKeys == 0);
-    seek(params);
   }
 
-  // Copy the next half-block, which the caller knows to be keys or values. Always closes one group.
+  // Copy the next half-block, which the caller knows to be keys or values. Always closes one group. To start with, a first call for
+  // values copies nothing and finds the first block.
+  template <bool kStart>
   __device__ __forceinline__ void load_half(const AttentionParams& params, bool keys, unsigned slot_address) {
     if (__builtin_expect(active, true)) {
       if (keys) {
         copy<true>(params, slot_address);
       } else {
-        copy<false>(params, slot_address);
+        if (!kStart || key >= 0) copy<false>(params, slot_address);
         key += kNumWarps * kBlockKeys;
-        seek(params);
+        seek<kStart>(params);
       }
     }
     cp_async_commit();
@@ -128,6 +154,7 @@ struct BlockLoader {
   __device__ __forceinline__ bool is_seen(int some_key) const { return some_key >= segment.first_seen && some_key < segment.kv_end; }
 
   // Find this warp's next block at or after `key`, and load its page ids.
+  template <bool kStart>
   __device__ __forceinline__ void seek(const AttentionParams& params) {
     while (__builtin_expect(key >= segment.kv_end, false)) {
       active = cursor.next(params, tile, segment);
@@ -141,7 +168,13 @@ struct BlockLoader {
     if constexpr (kPaged) {
       int page_idx = divide(own_key, params.by_page_size);
       slot = own_key - page_idx * params.page_size;
-      const int* ids = params.page_indices + static_cast<unsigned>(tile.kv_base + page_idx);
+      unsigned entry = tile.kv_base + page_idx;
+      if (kStart && entry == guess.entry && entry + kBlockParts <= static_cast<unsigned>(params.num_entries)) {
+#pragma unroll
+        for (int part = 0; part < kBlockParts; ++part) pages[part] = guess.pages[part];
+        return;
+      }
+      const int* ids = params.page_indices + entry;
       pages[0] = __ldg(ids);
 #pragma unroll
       for (int part = 1; part < kBlockParts; ++part) {
