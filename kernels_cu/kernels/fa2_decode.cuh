@@ -35,7 +35,7 @@ extern "C" __global__ void __launch_bounds__(kNumWarps * 32, 1) attention(const 
   int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
   unsigned ring = smem_address(smem) + warp * kNumStages * kSlotBytes;
   unsigned char* behind_rings = smem + kNumWarps * kNumStages * kSlotBytes;
-  JoinQueue queue = {reinterpret_cast<JoinSpace*>(behind_rings), records, smem_address(barriers), warp, lane, 0, -1, 0};
+  JoinQueue queue = {reinterpret_cast<JoinSpace*>(behind_rings), records, smem_address(barriers), warp, lane, 0, -1};
   uint4* query_space = reinterpret_cast<uint4*>(behind_rings + kJoinSlots * sizeof(JoinSpace));
   __shared__ float2 turns[kPosEncoding == PosEncoding::kRopeLlama ? kRopePairs : 1];
   if constexpr (kPosEncoding == PosEncoding::kRopeLlama) fill_rope_turns(params, turns);
@@ -59,6 +59,7 @@ extern "C" __global__ void __launch_bounds__(kNumWarps * 32, 1) attention(const 
     WarpState state;
     has_segment = cursor.next(params, tile, segment);
     if (has_segment) {
+      queue.begin(tile, segment);
       RowGroup rows(params, tile, segment, lane, query_space, turns);
       group = load_merge_group(params, segment);
       state.clear();
@@ -77,6 +78,6 @@ extern "C" __global__ void __launch_bounds__(kNumWarps * 32, 1) attention(const 
       }
       state.reduce_sums();
     }
-    queue.turn(params, has_segment, tile, segment, group, state);
+    queue.turn(params, has_segment, tile.num_rows, group, state);
   } while (has_segment);
 }

@@ -128,30 +128,35 @@ struct JoinQueue {
   unsigned barriers;  // one for even segments, one for odd ones
   int warp, lane;
   int count;          // segments left behind so far
-  int announced;      // segment whose part this warp announced last and has not looked at since, or -1
-  int arrived_before; // in lane 0: parts that had arrived before it
+  int arrived_before; // in lane 0: parts that had arrived before the last one this warp announced; -1 when it has looked at that since
 
   static __device__ __forceinline__ void init(unsigned barriers) {
     for (int i = 0; i < 2; ++i) mbarrier_init(barriers + 8 * i, kNumWarps);
   }
 
+  // A segment begins. Where its record lay, no warp looks any more: all of them have left the one before the last behind.
+  __device__ __forceinline__ void begin(const Tile& tile, const Segment& segment) const {
+    if (threadIdx.x == 0) records[count % kJoinRecords].tile = tile, records[count % kJoinRecords].segment = segment;
+  }
+
   // Leave this warp's state of the segment behind, if there is one, and write out the segment whose turn it is: the one before, so
   // that no warp waits, or with one space the same one. Without a segment, all that is left is written.
-  __device__ __forceinline__ void turn(const AttentionParams& params, bool has_segment, const Tile& tile, const Segment& segment, const MergeGroup& group,
-                                       const WarpState& state) {
+  __device__ __forceinline__ void turn(const AttentionParams& params, bool has_segment, int num_rows, const MergeGroup& group, const WarpState& state) {
     constexpr bool kOneSpace = kJoinSlots == 1;
     int outgoing = kOneSpace ? count : count - 1;
     bool has_outgoing = kOneSpace ? has_segment : count > 0;
     if (!kOneSpace && has_outgoing) wait(outgoing);
     if (has_segment) {
       if (kOneSpace) __syncthreads();  // the only space may still be read
-      leave(tile, segment, group, state);
+      leave(num_rows, group, state);
       if (kOneSpace) arrive(), wait(outgoing);
     }
+    int announced = outgoing - 1;
     do {
-      merge_if_last(params);
+      merge_if_last(params, announced);
       if (!has_outgoing) break;
       write(params, outgoing);
+      announced = outgoing;
       has_outgoing = false;
     } while (!has_segment);
     if (!kOneSpace && has_segment) arrive();
@@ -166,20 +171,20 @@ struct JoinQueue {
     if (lane == 0) mbarrier_arrive(barriers + count % 2 * 8);
   }
 
-  __device__ __forceinline__ void leave(const Tile& tile, const Segment& segment, const MergeGroup& group, const WarpState& state) const {
+  __device__ __forceinline__ void leave(int num_rows, const MergeGroup& group, const WarpState& state) const {
     JoinSpace& space = spaces[count % kJoinSlots];
 #pragma unroll
     for (int n = 0; n < kOutputTiles; ++n) {
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        if (j < 2 || tile.num_rows > 8) space.columns[warp][n * 4 + j][lane] = state.o[n][j];
+        if (j < 2 || num_rows > 8) space.columns[warp][n * 4 + j][lane] = state.o[n][j];
       }
     }
     if (lane % 4 == 0) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) space.row_max[warp][lane / 4 + 8 * r] = state.row_max[r], space.row_sum[warp][lane / 4 + 8 * r] = state.row_sum[r];
     }
-    if (threadIdx.x == 0) records[count % kJoinRecords] = {tile, segment, group};
+    if (threadIdx.x == 0) records[count % kJoinRecords].group = group;
   }
 
   // Write this warp's columns of segment n, which every warp has left behind.
@@ -189,16 +194,15 @@ struct JoinQueue {
     write_joined(params, record, spaces[n % kJoinSlots], warp, lane);
     if (record.segment.group < 0) return;
     __syncwarp();
-    announced = n;
     if (lane == 0) arrived_before = atomic_increment_release(arrival_counter(params, record.segment, warp));
   }
 
-  // If the part announced last was the last of its group, merge this warp's columns.
-  __device__ __forceinline__ void merge_if_last(const AttentionParams& params) {
-    if (announced < 0) return;
-    const JoinRecord& record = records[announced % kJoinRecords];
-    announced = -1;
-    if (__shfl_sync(0xffffffffu, arrived_before, 0) != record.group.num_parts - 1) return;
+  // If the part of segment n that this warp announced was the last of its group, merge this warp's columns.
+  __device__ __forceinline__ void merge_if_last(const AttentionParams& params, int n) {
+    int before = __shfl_sync(0xffffffffu, arrived_before, 0);
+    arrived_before = -1;
+    const JoinRecord& record = records[n % kJoinRecords];
+    if (before < 0 || before != record.group.num_parts - 1) return;
     // What lane 0 has seen arrive, all lanes may read.
     fence_acquire();
     __syncwarp();
