@@ -13,18 +13,15 @@ static_assert(kNumStages >= 3, "Two half-blocks are in flight while a third is w
 static_assert(kSmemBytes == kNumWarps * kNumStages * kSlotBytes + kJoinSlots * sizeof(JoinSpace) + (kQueryInSmem ? kQkSteps * 32 * sizeof(uint4) : 0),
               "decode_smem_bytes in schedule/tiles.py and this kernel must agree.");
 
-// Accumulate the outputs of one block: weights are rounded to the type of the matrix product.
-__device__ __forceinline__ void accumulate_values(WarpState& state, const float (&weights)[kKeyTiles][4], unsigned values, int lane) {
-  unsigned p[kBlockParts][4];
-#pragma unroll
-  for (int i = 0; i < 2 * kKeyTiles; ++i) p[i / 4][i % 4] = pack_pair<kMmaElement>(weights[i / 2][i % 2 * 2], weights[i / 2][i % 2 * 2 + 1]);
+// Accumulate the outputs of one block.
+__device__ __forceinline__ void accumulate_values(WarpState& state, const unsigned (&weights)[kBlockParts][4], unsigned values, int lane) {
   unsigned lane_rows = values + value_lane_offset(lane);
 #pragma unroll
   for (int group = 0; group < kOutputTiles / 2; ++group) {
     unsigned b[kBlockParts][2][2];
     load_values(lane_rows, group, b);
 #pragma unroll
-    for (int i = 0; i < 2 * kBlockParts; ++i) mma_m16n8k16(state.o[2 * group + i % 2], p[i / 2], b[i / 2][i % 2][0], b[i / 2][i % 2][1]);
+    for (int i = 0; i < 2 * kBlockParts; ++i) mma_m16n8k16(state.o[2 * group + i % 2], weights[i / 2], b[i / 2][i % 2][0], b[i / 2][i % 2][1]);
   }
 }
 
@@ -65,15 +62,16 @@ extern "C" __global__ void __launch_bounds__(kNumWarps * 32, 1) attention(const 
       state.clear();
       for (int key = deal.first_key(segment, warp); key < segment.kv_end; key += kNumWarps * kBlockKeys) {
         float logits[kKeyTiles][4];
+        unsigned weights[kBlockParts][4];
         at.wait();
         loader.load_half<false>(params, kKeysFollowKeys, at.behind());
         rows.multiply_keys(at.slot, key, lane, logits);
         rows.finish_logits(params, tile, key, lane, logits);
-        state.absorb(logits, tile.num_rows);
+        state.absorb(logits, rows.scale, tile.num_rows, weights);
         at.advance();
         at.wait();
         loader.load_half<false>(params, !kKeysFollowKeys, at.behind());
-        accumulate_values(state, logits, at.slot, lane);
+        accumulate_values(state, weights, at.slot, lane);
         at.advance();
       }
       state.reduce_sums();

@@ -10,13 +10,18 @@ constexpr bool kQueryInSmem = kHeadDimQk > 128;
 // Nor for the fragments of many k-steps at a time.
 constexpr int kStepsAtOnce = !kQueryInSmem ? kQkSteps : kPosEncoding == PosEncoding::kRopeLlama ? 1 : 2;
 
+// Logits that are nothing but scaled products stay unscaled, and the exponent's own multiplication scales them.
+constexpr bool kScaleInExponent = !kSoftCap && !kUserLogit && kPosEncoding != PosEncoding::kAlibi;
+// The least positive normal number.
+constexpr float kLeastScale = 1.17549435e-38f;
+
 // What a warp knows of a tile's rows while it walks the keys of a segment.
 struct RowGroup {
   Row row[2];               // rows g and g + 8 of this thread
   unsigned q[kQueryInSmem ? 1 : kQkSteps][4];  // query fragments
   const float2* turns;      // RoPE frequencies
   uint4* q_shared;          // the same by step and lane, when they do not fit registers
-  float scale[2];           // logit = scale * (q . k): natural with a soft cap or a user's transform, log2 domain otherwise
+  float scale[2];           // logit = scale * (q . k): natural with a soft cap or a user's transform, log2 domain otherwise; in the exponent positive
   float slope[2];           // ALiBi slope in the log2 domain
   int all_see_from, all_see_to;  // every row of the tile sees the keys in [all_see_from, all_see_to]
 
@@ -26,17 +31,27 @@ struct RowGroup {
     int g = lane / 4;
 #pragma unroll
     for (int r = 0; r < 2; ++r) row[r] = make_row(params, tile, segment.kv_head, g + 8 * r);
+    float common = params.sm_scale * (params.k_scale != nullptr ? __ldg(params.k_scale + segment.kv_head) : 1.f);
+    if constexpr (!kSoftCap && !kUserLogit) common *= kLog2E;
     float q_scale[2];
     unsigned loaded[kQkSteps][4];
     load_query(params, tile, row, lane, loaded, q_scale);
+    if constexpr (kScaleInExponent) {
+      // The greatest product must be the greatest logit, and a hidden one, minus infinity, must stay it.
+      unsigned sign = __float_as_uint(common) & 0x80000000u;
+#pragma unroll
+      for (int step = 0; step < kQkSteps; ++step) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) loaded[step][i] ^= sign | sign >> 16;
+      }
+      common = fmaxf(fabsf(common), kLeastScale);
+    }
     if constexpr (kFp8 && kQElement == Element::kBfloat16) {
       query_to_half(row, turns, tile.num_rows, lane, loaded, q_scale);
     } else if constexpr (kPosEncoding == PosEncoding::kRopeLlama) {
       rotate_query(row, turns, lane, loaded);
     }
     keep_query(loaded);
-    float common = params.sm_scale * (params.k_scale != nullptr ? __ldg(params.k_scale + segment.kv_head) : 1.f);
-    if constexpr (!kSoftCap && !kUserLogit) common *= kLog2E;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       scale[r] = common * q_scale[r];
@@ -106,7 +121,7 @@ struct RowGroup {
     for (int n = 0; n < kKeyTiles; ++n) mma_m16n8k16(logits[n], a, b[n][0], b[n][1]);
   }
 
-  // Scale, transform, cap, bias and mask the logits of the block that begins with `key`.
+  // Scale (if the exponent does not), transform, cap, bias and mask the logits of the block that begins with `key`.
   __device__ __forceinline__ void finish_logits(const AttentionParams& params, const Tile& tile, int key, int lane, float (&logits)[kKeyTiles][4]) const {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -117,7 +132,7 @@ struct RowGroup {
         for (int j = 0; j < 2; ++j) {
           int own_key = key + 8 * n + 2 * (lane % 4) + j;
           float& logit = logits[n][2 * r + j];
-          logit *= scale[r];
+          if constexpr (!kScaleInExponent) logit *= scale[r];
           if constexpr (kUserLogit) {
             logit = user_logit(params, tile, row[r], own_key, logit);
             if constexpr (!kSoftCap) logit *= kLog2E;
