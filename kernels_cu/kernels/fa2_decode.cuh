@@ -42,20 +42,26 @@ extern "C" __global__ void __launch_bounds__(kNumWarps * 32, 1) attention(const 
   BlockLoader loader(params, warp, lane);
 #pragma unroll 1
   for (int i = -1; i < kNumStages - 1; ++i) loader.load_half<true>(params, i % 2 == 0, ring + i * kSlotBytes);
+  if (kRehearses && threadIdx.x == 0) JoinQueue::prepare_rehearsal(records, loader.is_part());
   __syncthreads();
 
   constexpr bool kKeysFollowKeys = kNumStages % 2 == 1;
   RingPosition at(ring);
   WorkCursor<false> cursor(params);
   BlockDeal deal;
-  bool has_segment;
+  bool has_segment = true;
+  unsigned rehearses = kRehearses;
+  // Nothing else in the loop tells the first time round, or the compiler would make a second copy of it all.
+  asm volatile("" : "+r"(rehearses));
   do {
     Tile tile;
     Segment segment;
     MergeGroup group;
     WarpState state;
-    has_segment = cursor.next(params, tile, segment);
-    if (has_segment) {
+    if (rehearses) {
+      tile.num_rows = 1, group = {0, 0};
+      state.clear();
+    } else if (has_segment = cursor.next(params, tile, segment)) {
       queue.begin(tile, segment);
       RowGroup rows(params, tile, segment, lane, query_space, turns);
       group = load_merge_group(params, segment);
@@ -76,6 +82,7 @@ extern "C" __global__ void __launch_bounds__(kNumWarps * 32, 1) attention(const 
       }
       state.reduce_sums();
     }
-    queue.turn(params, has_segment, tile.num_rows, group, state);
+    queue.turn(params, has_segment, tile.num_rows, group, state, rehearses);
+    rehearses = false;
   } while (has_segment);
 }

@@ -80,15 +80,16 @@ __device__ __forceinline__ void transform_columns(const AttentionParams& params,
   }
 }
 
-// Sum the columns over the warps, in order, and write them: each warp takes every kNumWarps-th group of 16.
-__device__ __forceinline__ void write_joined(const AttentionParams& params, const JoinRecord& record, const JoinSpace& space, int warp, int lane) {
+// Sum the columns over the warps, in order, and write them: each warp takes every kNumWarps-th group of 16. A rehearsal writes nothing.
+__device__ __forceinline__ void write_joined(const AttentionParams& params, const JoinRecord& record, const JoinSpace& space, int warp, int lane,
+                                             bool rehearses) {
   int c = lane % 4;
   bool is_part = record.segment.group >= 0;
   // One body for rows g and rows g + 8: instructions are fetched from memory too, and this end of a segment is run once.
 #pragma unroll 1
   for (int r = 0; 8 * r < record.tile.num_rows; ++r) {
     int row_in_tile = lane / 4 + 8 * r;
-    bool exists = row_in_tile < record.tile.num_rows;
+    bool exists = row_in_tile < record.tile.num_rows && !rehearses;
     JoinedRow joined(params, record, space, row_in_tile);
 #pragma unroll 1
     for (int group = warp; group < kColumnGroups; group += kNumWarps) {
@@ -116,6 +117,80 @@ __device__ __forceinline__ void write_joined(const AttentionParams& params, cons
   }
 }
 
+// Parts that half a warp has on their way at a time.
+constexpr int kPartsAtOnce = kHeadDimVo == 256 ? 4 : 8;
+
+// Write 16 columns of a unit's output from its parts: a thread takes four columns, and one half of the warp the even parts, the other one
+// the odd parts, each in their order. A rehearsal has no parts and writes nothing.
+__device__ __forceinline__ void merge_joined(const AttentionParams& params, const JoinRecord& record, int first_column, int lane, bool rehearses) {
+  int num_rows = record.tile.num_rows, num_parts = record.group.num_parts;
+#pragma unroll 1
+  for (int first = 0; first < num_rows * 4; first += 16) {
+    int row_in_tile = (first + lane % 16) / 4, column = first_column + lane % 4 * 4;
+    bool exists = row_in_tile < num_rows;
+    long long part_row = record.group.first_row + static_cast<long long>(lane / 16) * num_rows + row_in_tile;
+    const float* lse = params.partial_lse + part_row;
+    const float* o = params.partial_o + part_row * kHeadDimVo + column;
+    long long step = 2 * num_rows;
+    float row_max = neg_inf(), row_sum = 0.f, sum[4] = {};
+    int part = lane / 16;
+    do {
+      float part_lse[kPartsAtOnce];
+      float4 part_o[kPartsAtOnce];
+#pragma unroll
+      for (int i = 0; i < kPartsAtOnce; ++i) {
+        bool counts = exists && part < num_parts;
+        part_lse[i] = counts ? load_l2(lse) : neg_inf();
+        part_o[i] = counts ? load_l2(reinterpret_cast<const float4*>(o)) : float4{0.f, 0.f, 0.f, 0.f};
+        part += 2, lse += step, o += step * kHeadDimVo;
+        // Two additions to a step; the compiler would rather multiply for every part.
+        asm("" : "+l"(lse), "+l"(o));
+      }
+      float batch_max = row_max;
+#pragma unroll
+      for (int i = 0; i < kPartsAtOnce; ++i) batch_max = fmaxf(batch_max, part_lse[i]);
+      // Every part may be empty: keep -inf out of the differences.
+      float reference = batch_max == neg_inf() ? 0.f : batch_max;
+      float rescale = ex2(row_max - reference);
+      row_max = batch_max;
+      row_sum *= rescale;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) sum[j] *= rescale;
+#pragma unroll
+      for (int i = 0; i < kPartsAtOnce; ++i) {
+        float weight = ex2(part_lse[i] - reference);
+        row_sum += weight;
+        sum[0] += weight * part_o[i].x, sum[1] += weight * part_o[i].y, sum[2] += weight * part_o[i].z, sum[3] += weight * part_o[i].w;
+      }
+    } while (part - lane / 16 < num_parts);
+    float joint_max = fmaxf(row_max, __shfl_xor_sync(0xffffffffu, row_max, 16));
+    float weight = ex2(row_max - (joint_max == neg_inf() ? 0.f : joint_max));
+    auto over_halves = [&](float x) {
+      x *= weight;
+      return x + __shfl_xor_sync(0xffffffffu, x, 16);
+    };
+    row_sum = over_halves(row_sum);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) sum[j] = over_halves(sum[j]);
+    if (!exists || lane >= 16) continue;
+    int kv_head = record.segment.kv_head;
+    Row row = make_row(params, record.tile, kv_head, row_in_tile);
+    RowFinish finish = finish_row(params, row, kv_head, joint_max, row_sum);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      sum[j] *= finish.scale;
+      if constexpr (kUserOutput) sum[j] = user_output(params, record.tile, row, column + j, sum[j]);
+    }
+    if (rehearses) continue;
+    *reinterpret_cast<uint2*>(output_row(params, record.tile, row) + column) = {pack_pair<kOElement>(sum[0], sum[1]), pack_pair<kOElement>(sum[2], sum[3])};
+    if (column == 0) store_lse(params, record.tile, row, finish.lse);
+  }
+}
+
+// A kernel that has just started waits for its first keys, and so long its warps rehearse the end of a segment: its instructions come
+// from memory, and later everybody would wait for them. Hooks of a user variant may have nothing to read yet.
+constexpr bool kRehearses = kJoinSlots == 2 && !kUserOutput;
+
 // Records in use at a time: a warp looks at segment n's last when it writes segment n + 1, and may be one segment behind another.
 constexpr int kJoinRecords = 4;
 
@@ -139,9 +214,20 @@ struct JoinQueue {
     if (threadIdx.x == 0) records[count % kJoinRecords].tile = tile, records[count % kJoinRecords].segment = segment;
   }
 
+  // One thread, before the CTA synchronises: the record of a rehearsal, that of the segment before the first one. It has one row, and a
+  // merge group if the first segment has one.
+  static __device__ __forceinline__ void prepare_rehearsal(JoinRecord* records, bool is_part) {
+    JoinRecord& record = records[kJoinRecords - 1];
+    record.tile = {}, record.segment = {}, record.group = {};
+    record.tile.num_rows = 1;
+    record.segment.group = is_part ? 0 : -1;
+  }
+
   // Leave this warp's state of the segment behind, if there is one, and write out the segment whose turn it is: the one before, so
   // that no warp waits, or with one space the same one. Without a segment, all that is left is written.
-  __device__ __forceinline__ void turn(const AttentionParams& params, bool has_segment, int num_rows, const MergeGroup& group, const WarpState& state) {
+  // To rehearse, half of the warps write, and the others merge, a segment before the first one, without a trace.
+  __device__ __forceinline__ void turn(const AttentionParams& params, bool has_segment, int num_rows, const MergeGroup& group, const WarpState& state,
+                                       bool rehearses) {
     constexpr bool kOneSpace = kJoinSlots == 1;
     int outgoing = kOneSpace ? count : count - 1;
     bool has_outgoing = kOneSpace ? has_segment : count > 0;
@@ -152,13 +238,15 @@ struct JoinQueue {
       if (kOneSpace) arrive(), wait(outgoing);
     }
     int announced = outgoing - 1;
+    if (kRehearses && rehearses) has_outgoing = warp % 2 == 0, announced = outgoing;
     do {
-      merge_if_last(params, announced);
+      merge_if_last(params, announced, kRehearses && rehearses);
       if (!has_outgoing) break;
-      write(params, outgoing);
+      write(params, outgoing, kRehearses && rehearses);
       announced = outgoing;
       has_outgoing = false;
     } while (!has_segment);
+    if (kRehearses && rehearses) return;
     if (!kOneSpace && has_segment) arrive();
     ++count;
   }
@@ -188,29 +276,29 @@ struct JoinQueue {
   }
 
   // Write this warp's columns of segment n, which every warp has left behind.
-  __device__ __forceinline__ void write(const AttentionParams& params, int n) {
+  __device__ __forceinline__ void write(const AttentionParams& params, int n, bool rehearses) {
     if (warp >= kColumnGroups) return;
-    const JoinRecord& record = records[n % kJoinRecords];
-    write_joined(params, record, spaces[n % kJoinSlots], warp, lane);
-    if (record.segment.group < 0) return;
+    const JoinRecord& record = records[static_cast<unsigned>(n) % kJoinRecords];
+    write_joined(params, record, spaces[static_cast<unsigned>(n) % kJoinSlots], warp, lane, rehearses);
+    if (record.segment.group < 0 || rehearses) return;
     __syncwarp();
     if (lane == 0) arrived_before = atomic_increment_release(arrival_counter(params, record.segment, warp));
   }
 
   // If the part of segment n that this warp announced was the last of its group, merge this warp's columns.
-  __device__ __forceinline__ void merge_if_last(const AttentionParams& params, int n) {
+  __device__ __forceinline__ void merge_if_last(const AttentionParams& params, int n, bool rehearses) {
     int before = __shfl_sync(0xffffffffu, arrived_before, 0);
     arrived_before = -1;
-    const JoinRecord& record = records[n % kJoinRecords];
-    if (before < 0 || before != record.group.num_parts - 1) return;
+    const JoinRecord& record = records[static_cast<unsigned>(n) % kJoinRecords];
+    if (rehearses ? warp % 2 == 0 || record.segment.group < 0 : before < 0 || before != record.group.num_parts - 1) return;
     // What lane 0 has seen arrive, all lanes may read.
-    fence_acquire();
+    if (!rehearses) fence_acquire();
     __syncwarp();
     // Leave the counter as the plan set it, so that the next run finds it zero.
-    if (lane == 0) *arrival_counter(params, record.segment, warp) = 0;
+    if (lane == 0 && !rehearses) *arrival_counter(params, record.segment, warp) = 0;
 #pragma unroll 1
     for (int group = warp; group < kColumnGroups; group += kNumWarps) {
-      merge_columns<16>(params, record.tile, record.segment, record.group, group * 16, lane, 32);
+      merge_joined(params, record, group * 16, lane, rehearses);
     }
   }
 };

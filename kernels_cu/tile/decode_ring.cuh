@@ -149,6 +149,9 @@ struct BlockLoader {
     cp_async_commit();
   }
 
+  // Whether the first segment, or the one this warp has come to, is a part of a unit.
+  __device__ __forceinline__ bool is_part() const { return active && segment.group >= 0; }
+
  private:
   // Whether any row of the tile may see the key; the others' pages may not exist.
   __device__ __forceinline__ bool is_seen(int some_key) const { return some_key >= segment.first_seen && some_key < segment.kv_end; }
