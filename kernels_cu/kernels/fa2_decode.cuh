@@ -58,7 +58,7 @@ extern "C" __global__ void __launch_bounds__(kNumWarps * 32, 1) attention(const 
     Segment segment;
     MergeGroup group;
     WarpState state;
-    if (rehearses) {
+    if (kRehearses && rehearses) {
       tile.num_rows = 1, group = {0, 0};
       state.clear();
     } else if (has_segment = cursor.next(params, tile, segment)) {

@@ -21,6 +21,13 @@ struct JoinRecord {
   MergeGroup group;
 };
 
+// The same value, of which the compiler knows nothing before this point: what follows from it is not computed ahead of the keys, and takes no
+// registers there.
+__device__ __forceinline__ int kept_here(int value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+
 // One row over all warps: how much each warp counts, and how the row finishes.
 struct JoinedRow {
   float weight[kNumWarps];
@@ -83,6 +90,7 @@ __device__ __forceinline__ void transform_columns(const AttentionParams& params,
 // Sum the columns over the warps, in order, and write them: each warp takes every kNumWarps-th group of 16. A rehearsal writes nothing.
 __device__ __forceinline__ void write_joined(const AttentionParams& params, const JoinRecord& record, const JoinSpace& space, int warp, int lane,
                                              bool rehearses) {
+  lane = kept_here(lane);
   int c = lane % 4;
   bool is_part = record.segment.group >= 0;
   // One body for rows g and rows g + 8: instructions are fetched from memory too, and this end of a segment is run once.
@@ -123,6 +131,7 @@ constexpr int kPartsAtOnce = kHeadDimVo == 256 ? 4 : 8;
 // Write 16 columns of a unit's output from its parts: a thread takes four columns, and one half of the warp the even parts, the other one
 // the odd parts, each in their order. A rehearsal has no parts and writes nothing.
 __device__ __forceinline__ void merge_joined(const AttentionParams& params, const JoinRecord& record, int first_column, int lane, bool rehearses) {
+  lane = kept_here(lane);
   int num_rows = record.tile.num_rows, num_parts = record.group.num_parts;
 #pragma unroll 1
   for (int first = 0; first < num_rows * 4; first += 16) {
