@@ -42,26 +42,20 @@ extern "C" __global__ void __launch_bounds__(kNumWarps * 32, 1) attention(const 
   BlockLoader loader(params, warp, lane);
 #pragma unroll 1
   for (int i = -1; i < kNumStages - 1; ++i) loader.load_half<true>(params, i % 2 == 0, ring + i * kSlotBytes);
-  if (kRehearses && threadIdx.x == 0) JoinQueue::prepare_rehearsal(records, loader.is_part());
   __syncthreads();
 
   constexpr bool kKeysFollowKeys = kNumStages % 2 == 1;
   RingPosition at(ring);
   WorkCursor<false> cursor(params);
   BlockDeal deal;
-  bool has_segment = true;
-  unsigned rehearses = kRehearses;
-  // Nothing else in the loop tells the first time round, or the compiler would make a second copy of it all.
-  asm volatile("" : "+r"(rehearses));
+  bool has_segment;
   do {
     Tile tile;
     Segment segment;
     MergeGroup group;
     WarpState state;
-    if (kRehearses && rehearses) {
-      tile.num_rows = 1, group = {0, 0};
-      state.clear();
-    } else if (has_segment = cursor.next(params, tile, segment)) {
+    has_segment = cursor.next(params, tile, segment);
+    if (has_segment) {
       queue.begin(tile, segment);
       RowGroup rows(params, tile, segment, lane, query_space, turns);
       group = load_merge_group(params, segment);
@@ -82,7 +76,6 @@ extern "C" __global__ void __launch_bounds__(kNumWarps * 32, 1) attention(const 
       }
       state.reduce_sums();
     }
-    queue.turn(params, has_segment, tile.num_rows, group, state, rehearses);
-    rehearses = false;
+    queue.turn(params, has_segment, tile.num_rows, group, state);
   } while (has_segment);
 }

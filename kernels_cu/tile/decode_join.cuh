@@ -87,9 +87,8 @@ __device__ __forceinline__ void transform_columns(const AttentionParams& params,
   }
 }
 
-// Sum the columns over the warps, in order, and write them: each warp takes every kNumWarps-th group of 16. A rehearsal writes nothing.
-__device__ __forceinline__ void write_joined(const AttentionParams& params, const JoinRecord& record, const JoinSpace& space, int warp, int lane,
-                                             bool rehearses) {
+// Sum the columns over the warps, in order, and write them: each warp takes every kNumWarps-th group of 16.
+__device__ __forceinline__ void write_joined(const AttentionParams& params, const JoinRecord& record, const JoinSpace& space, int warp, int lane) {
   lane = kept_here(lane);
   int c = lane % 4;
   bool is_part = record.segment.group >= 0;
@@ -97,7 +96,7 @@ __device__ __forceinline__ void write_joined(const AttentionParams& params, cons
 #pragma unroll 1
   for (int r = 0; 8 * r < record.tile.num_rows; ++r) {
     int row_in_tile = lane / 4 + 8 * r;
-    bool exists = row_in_tile < record.tile.num_rows && !rehearses;
+    bool exists = row_in_tile < record.tile.num_rows;
     JoinedRow joined(params, record, space, row_in_tile);
 #pragma unroll 1
     for (int group = warp; group < kColumnGroups; group += kNumWarps) {
@@ -129,8 +128,8 @@ __device__ __forceinline__ void write_joined(const AttentionParams& params, cons
 constexpr int kPartsAtOnce = kHeadDimVo == 256 ? 4 : 8;
 
 // Write 16 columns of a unit's output from its parts: a thread takes four columns, and one half of the warp the even parts, the other one
-// the odd parts, each in their order. A rehearsal has no parts and writes nothing.
-__device__ __forceinline__ void merge_joined(const AttentionParams& params, const JoinRecord& record, int first_column, int lane, bool rehearses) {
+// the odd parts, each in their order.
+__device__ __forceinline__ void merge_joined(const AttentionParams& params, const JoinRecord& record, int first_column, int lane) {
   lane = kept_here(lane);
   int num_rows = record.tile.num_rows, num_parts = record.group.num_parts;
 #pragma unroll 1
@@ -190,15 +189,10 @@ __device__ __forceinline__ void merge_joined(const AttentionParams& params, cons
       sum[j] *= finish.scale;
       if constexpr (kUserOutput) sum[j] = user_output(params, record.tile, row, column + j, sum[j]);
     }
-    if (rehearses) continue;
     *reinterpret_cast<uint2*>(output_row(params, record.tile, row) + column) = {pack_pair<kOElement>(sum[0], sum[1]), pack_pair<kOElement>(sum[2], sum[3])};
     if (column == 0) store_lse(params, record.tile, row, finish.lse);
   }
 }
-
-// A kernel that has just started waits for its first keys, and so long its warps rehearse the end of a segment: its instructions come
-// from memory, and later everybody would wait for them. Hooks of a user variant may have nothing to read yet.
-constexpr bool kRehearses = kJoinSlots == 2 && !kUserOutput;
 
 // Records in use at a time: a warp looks at segment n's last when it writes segment n + 1, and may be one segment behind another.
 constexpr int kJoinRecords = 4;
@@ -223,20 +217,9 @@ struct JoinQueue {
     if (threadIdx.x == 0) records[count % kJoinRecords].tile = tile, records[count % kJoinRecords].segment = segment;
   }
 
-  // One thread, before the CTA synchronises: the record of a rehearsal, that of the segment before the first one. It has one row, and a
-  // merge group if the first segment has one.
-  static __device__ __forceinline__ void prepare_rehearsal(JoinRecord* records, bool is_part) {
-    JoinRecord& record = records[kJoinRecords - 1];
-    record.tile = {}, record.segment = {}, record.group = {};
-    record.tile.num_rows = 1;
-    record.segment.group = is_part ? 0 : -1;
-  }
-
   // Leave this warp's state of the segment behind, if there is one, and write out the segment whose turn it is: the one before, so
   // that no warp waits, or with one space the same one. Without a segment, all that is left is written.
-  // To rehearse, half of the warps write, and the others merge, a segment before the first one, without a trace.
-  __device__ __forceinline__ void turn(const AttentionParams& params, bool has_segment, int num_rows, const MergeGroup& group, const WarpState& state,
-                                       bool rehearses) {
+  __device__ __forceinline__ void turn(const AttentionParams& params, bool has_segment, int num_rows, const MergeGroup& group, const WarpState& state) {
     constexpr bool kOneSpace = kJoinSlots == 1;
     int outgoing = kOneSpace ? count : count - 1;
     bool has_outgoing = kOneSpace ? has_segment : count > 0;
@@ -247,15 +230,13 @@ struct JoinQueue {
       if (kOneSpace) arrive(), wait(outgoing);
     }
     int announced = outgoing - 1;
-    if (kRehearses && rehearses) has_outgoing = warp % 2 == 0, announced = outgoing;
     do {
-      merge_if_last(params, announced, kRehearses && rehearses);
+      merge_if_last(params, announced);
       if (!has_outgoing) break;
-      write(params, outgoing, kRehearses && rehearses);
+      write(params, outgoing);
       announced = outgoing;
       has_outgoing = false;
     } while (!has_segment);
-    if (kRehearses && rehearses) return;
     if (!kOneSpace && has_segment) arrive();
     ++count;
   }
@@ -285,29 +266,29 @@ struct JoinQueue {
   }
 
   // Write this warp's columns of segment n, which every warp has left behind.
-  __device__ __forceinline__ void write(const AttentionParams& params, int n, bool rehearses) {
+  __device__ __forceinline__ void write(const AttentionParams& params, int n) {
     if (warp >= kColumnGroups) return;
     const JoinRecord& record = records[static_cast<unsigned>(n) % kJoinRecords];
-    write_joined(params, record, spaces[static_cast<unsigned>(n) % kJoinSlots], warp, lane, rehearses);
-    if (record.segment.group < 0 || rehearses) return;
+    write_joined(params, record, spaces[static_cast<unsigned>(n) % kJoinSlots], warp, lane);
+    if (record.segment.group < 0) return;
     __syncwarp();
     if (lane == 0) arrived_before = atomic_increment_release(arrival_counter(params, record.segment, warp));
   }
 
   // If the part of segment n that this warp announced was the last of its group, merge this warp's columns.
-  __device__ __forceinline__ void merge_if_last(const AttentionParams& params, int n, bool rehearses) {
+  __device__ __forceinline__ void merge_if_last(const AttentionParams& params, int n) {
     int before = __shfl_sync(0xffffffffu, arrived_before, 0);
     arrived_before = -1;
     const JoinRecord& record = records[static_cast<unsigned>(n) % kJoinRecords];
-    if (rehearses ? warp % 2 == 0 || record.segment.group < 0 : before < 0 || before != record.group.num_parts - 1) return;
+    if (before < 0 || before != record.group.num_parts - 1) return;
     // What lane 0 has seen arrive, all lanes may read.
-    if (!rehearses) fence_acquire();
+    fence_acquire();
     __syncwarp();
     // Leave the counter as the plan set it, so that the next run finds it zero.
-    if (lane == 0 && !rehearses) *arrival_counter(params, record.segment, warp) = 0;
+    if (lane == 0) *arrival_counter(params, record.segment, warp) = 0;
 #pragma unroll 1
     for (int group = warp; group < kColumnGroups; group += kNumWarps) {
-      merge_joined(params, record, group * 16, lane, rehearses);
+      merge_joined(params, record, group * 16, lane);
     }
   }
 };

@@ -42,12 +42,23 @@ template <int kRowChunks>
 __device__ __noinline__ void copy_by_key(const char* row_of_key, unsigned slot_address, unsigned seen) {
   static_assert(kBlockKeys * kRowChunks % 32 == 0, "a block is copied by whole warps");
   int lane = threadIdx.x % 32;
+  auto row_of = [&](int row) { return reinterpret_cast<const char*>(__shfl_sync(0xffffffffu, reinterpret_cast<unsigned long long>(row_of_key), row)); };
+  if constexpr (32 % kRowChunks == 0) {
+    constexpr int kRowsAtOnce = 32 / kRowChunks;
+    int first_row = lane / kRowChunks, chunk = lane % kRowChunks;
+    unsigned target = slot_address + Swizzle<kRowChunks * 16>::offset(first_row, chunk);
+    seen >>= first_row;
 #pragma unroll
-  for (int step = 0; step < kBlockKeys * kRowChunks / 32; ++step) {
-    int idx = step * 32 + lane;
-    int row = idx / kRowChunks, chunk = idx % kRowChunks;
-    const char* source = reinterpret_cast<const char*>(__shfl_sync(0xffffffffu, reinterpret_cast<unsigned long long>(row_of_key), row)) + chunk * 16;
-    cp_async_16(slot_address + Swizzle<kRowChunks * 16>::offset(row, chunk), source, seen >> row & 1);
+    for (int row = 0; row < kBlockKeys; row += kRowsAtOnce) {
+      cp_async_16(Swizzle<kRowChunks * 16>::advance_rows(target, row), row_of(first_row + row) + chunk * 16, seen >> row & 1);
+    }
+  } else {
+#pragma unroll
+    for (int step = 0; step < kBlockKeys * kRowChunks / 32; ++step) {
+      int idx = step * 32 + lane;
+      int row = idx / kRowChunks, chunk = idx % kRowChunks;
+      cp_async_16(slot_address + Swizzle<kRowChunks * 16>::offset(row, chunk), row_of(row) + chunk * 16, seen >> row & 1);
+    }
   }
 }
 
@@ -148,9 +159,6 @@ struct BlockLoader {
     }
     cp_async_commit();
   }
-
-  // Whether the first segment, or the one this warp has come to, is a part of a unit.
-  __device__ __forceinline__ bool is_part() const { return active && segment.group >= 0; }
 
  private:
   // Whether any row of the tile may see the key; the others' pages may not exist.
