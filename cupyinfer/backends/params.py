@@ -42,6 +42,7 @@ FA3_PARAMS = np.dtype(
 )
 
 
-def division_multiplier(divisor: int) -> int:
-    """What `divide` of params.cuh takes for a divisor of at least 1: ``ceil(2^64 / divisor)``, 0 for 1."""
-    return 0 if divisor == 1 else -(-(1 << 64) // divisor)
+def divisor(number: int) -> int:
+    """A divisor from 1 to 2^31 as `divide` of params.cuh takes it: ``ceil(2^(31 + l) / number)`` with ``l = ceil(log2(number))``, and l above it."""
+    shift = (number - 1).bit_length()
+    return shift << 32 | -(-(1 << (31 + shift)) // number)
