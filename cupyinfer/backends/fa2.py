@@ -97,7 +97,13 @@ class Fa2Launcher:
     """
 
     def __init__(
-        self, kernel: Fa2Kernel, addresses: PlanAddresses, steps: tuple[int, int, int, int], values: dict[str, int], num_ctas: int, held: object
+        self,
+        kernel: Fa2Kernel,
+        addresses: PlanAddresses,
+        steps: tuple[int, int, int, int],
+        values: dict[str, int],
+        num_ctas: int,
+        held: object,
     ) -> None:
         self.device_id = kernel.device_id
         self._kernel = kernel

@@ -43,6 +43,6 @@ FA3_PARAMS = np.dtype(
 
 
 def divisor(number: int) -> int:
-    """A divisor from 1 to 2^31 as `divide` of params.cuh takes it: ``ceil(2^(31 + l) / number)`` with ``l = ceil(log2(number))``, and l above it."""
+    """A divisor below 2^31 as `divide` of params.cuh takes it: ``ceil(2^(31 + l) / number)``, above it ``l = ceil(log2(number))``."""
     shift = (number - 1).bit_length()
     return shift << 32 | -(-(1 << (31 + shift)) // number)

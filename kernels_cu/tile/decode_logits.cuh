@@ -10,7 +10,9 @@ constexpr bool kQueryInSmem = kHeadDimQk > 128;
 // Nor for the fragments of many k-steps at a time.
 constexpr int kStepsAtOnce = !kQueryInSmem ? kQkSteps : kPosEncoding == PosEncoding::kRopeLlama ? 1 : 2;
 
-// Logits that are nothing but scaled products stay unscaled, and the exponent's own multiplication scales them.
+// Logits that are nothing but scaled products stay unscaled, and the exponent's own multiplication scales them. Scales are positive, so
+// the greatest product is the greatest logit; a product of scales that underflows is kept from 0, by which a hidden logit, minus
+// infinity, would become no number.
 constexpr bool kScaleInExponent = !kSoftCap && !kUserLogit && kPosEncoding != PosEncoding::kAlibi;
 // The least positive normal number.
 constexpr float kLeastScale = 1.17549435e-38f;
@@ -21,7 +23,7 @@ struct RowGroup {
   unsigned q[kQueryInSmem ? 1 : kQkSteps][4];  // query fragments
   const float2* turns;      // RoPE frequencies
   uint4* q_shared;          // the same by step and lane, when they do not fit registers
-  float scale[2];           // logit = scale * (q . k): natural with a soft cap or a user's transform, log2 domain otherwise; in the exponent positive
+  float scale[2];           // logit = scale * (q . k): natural with a soft cap or a user's transform, log2 domain otherwise
   float slope[2];           // ALiBi slope in the log2 domain
   int all_see_from, all_see_to;  // every row of the tile sees the keys in [all_see_from, all_see_to]
 
@@ -36,16 +38,6 @@ struct RowGroup {
     float q_scale[2];
     unsigned loaded[kQkSteps][4];
     load_query(params, tile, row, lane, loaded, q_scale);
-    if constexpr (kScaleInExponent) {
-      // The greatest product must be the greatest logit, and a hidden one, minus infinity, must stay it.
-      unsigned sign = __float_as_uint(common) & 0x80000000u;
-#pragma unroll
-      for (int step = 0; step < kQkSteps; ++step) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) loaded[step][i] ^= sign | sign >> 16;
-      }
-      common = fmaxf(fabsf(common), kLeastScale);
-    }
     if constexpr (kFp8 && kQElement == Element::kBfloat16) {
       query_to_half(row, turns, tile.num_rows, lane, loaded, q_scale);
     } else if constexpr (kPosEncoding == PosEncoding::kRopeLlama) {
@@ -54,7 +46,7 @@ struct RowGroup {
     keep_query(loaded);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      scale[r] = common * q_scale[r];
+      scale[r] = kScaleInExponent ? fmaxf(common * q_scale[r], kLeastScale) : common * q_scale[r];
       slope[r] = kPosEncoding == PosEncoding::kAlibi && g + 8 * r < tile.num_rows ? __ldg(params.alibi_slopes + row[r].head) * kLog2E : 0.f;
     }
     all_see_from = make_row(params, tile, segment.kv_head, tile.num_rows - 1).lo;
