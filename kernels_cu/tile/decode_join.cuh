@@ -272,7 +272,7 @@ struct JoinQueue {
     write_joined(params, record, spaces[static_cast<unsigned>(n) % kJoinSlots], warp, lane);
     if (record.segment.group < 0) return;
     __syncwarp();
-    if (lane == 0) arrived_before = atomic_increment_release(arrival_counter(params, record.segment, warp));
+    if (lane == 0) arrived_before = atomic_increment_acq_rel(arrival_counter(params, record.segment, warp));
   }
 
   // If the part of segment n that this warp announced was the last of its group, merge this warp's columns.
@@ -281,8 +281,7 @@ struct JoinQueue {
     arrived_before = -1;
     const JoinRecord& record = records[static_cast<unsigned>(n) % kJoinRecords];
     if (before < 0 || before != record.group.num_parts - 1) return;
-    // What lane 0 has seen arrive, all lanes may read.
-    fence_acquire();
+    // What lane 0 has seen arrive, all lanes may read from here on.
     __syncwarp();
     // Leave the counter as the plan set it, so that the next run finds it zero.
     if (lane == 0) *arrival_counter(params, record.segment, warp) = 0;
