@@ -126,8 +126,7 @@ struct BlockLoader {
   Tile tile;
   Segment segment;
   int warp, lane;
-  int key;                 // first key of the next block, past the end when there is none
-  bool active;
+  int key;                 // first key of the next block, past the segment's end when there is none
   int pages[kBlockParts];  // by part: of each part's first key; else the first one of key `key + lane % kBlockKeys`
   int slot;                // of the same key in the first of these pages
   // This head's row at slot 0 of page 0; by part, the chunk of the row below it that this lane copies first.
@@ -139,8 +138,7 @@ struct BlockLoader {
         cursor(params),
         warp(warp_idx),
         lane(lane_idx),
-        key(-kNumWarps * kBlockKeys),
-        active(true) {
+        key(-kNumWarps * kBlockKeys) {
     segment.kv_end = 0;
   }
 
@@ -148,7 +146,7 @@ struct BlockLoader {
   // values copies nothing and finds the first block.
   template <bool kStart>
   __device__ __forceinline__ void load_half(const AttentionParams& params, bool keys, unsigned slot_address) {
-    if (__builtin_expect(active, true)) {
+    if (__builtin_expect(key < segment.kv_end, true)) {
       if (keys) {
         copy<true>(params, slot_address);
       } else {
@@ -168,8 +166,10 @@ struct BlockLoader {
   template <bool kStart>
   __device__ __forceinline__ void seek(const AttentionParams& params) {
     while (__builtin_expect(key >= segment.kv_end, false)) {
-      active = cursor.next(params, tile, segment);
-      if (!active) return;
+      if (!cursor.next(params, tile, segment)) {
+        segment.kv_end = -kNumWarps * kBlockKeys;
+        return;
+      }
       key = deal.first_key(segment, warp);
       if constexpr (kKeepsRows) k_rows = first_row<true>(params), v_rows = first_row<false>(params);
       // To start with, the query comes no later than the first keys.
@@ -243,9 +243,8 @@ struct BlockLoader {
       }
     }
     bool seen = is_seen(key + lane % kBlockKeys);
-    const char* row_of_key = row_address<kIsK>(params, kPaged ? pages[0] : 0, slot);
-    copy_by_key<kIsK ? kKRowChunks : kVRowChunks>(seen ? row_of_key : static_cast<const char*>(kIsK ? params.k : params.v), slot_address,
-                                                  __ballot_sync(0xffffffffu, seen));
+    // Of a key that is not seen the page id may be anything: a copy of no bytes does not look.
+    copy_by_key<kIsK ? kKRowChunks : kVRowChunks>(row_address<kIsK>(params, kPaged ? pages[0] : 0, slot), slot_address, __ballot_sync(0xffffffffu, seen));
   }
 
   template <bool kIsK>
