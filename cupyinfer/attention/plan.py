@@ -20,7 +20,7 @@ from cupyinfer.backends.device import read_profile
 from cupyinfer.backends.fa2 import Fa2Kernel, Fa2Launcher, PlanAddresses
 from cupyinfer.backends.fa3 import Fa3Kernel, Fa3Launcher
 from cupyinfer.backends.host_launcher import HostLauncher
-from cupyinfer.backends.params import division_multiplier
+from cupyinfer.backends.params import divisor
 from cupyinfer.errors import ArgumentError, BackendUnavailable, StateError
 from cupyinfer.interop import CPU_DEVICE, ArrayView, Device, as_view, current_stream_state, hand_back, release_after_work, use_device
 from cupyinfer.schedule.geometry import check_flag
@@ -299,9 +299,9 @@ def _planned_kernel(
             "num_kv_heads": options.num_kv_heads,
             "group_size": group_size,
             "page_size": options.page_size,
-            "by_group_size": division_multiplier(group_size),
-            "by_num_kv_heads": division_multiplier(options.num_kv_heads),
-            "by_page_size": division_multiplier(options.page_size),
+            "by_group_size": divisor(group_size),
+            "by_num_kv_heads": divisor(options.num_kv_heads),
+            "by_page_size": divisor(options.page_size),
             "causal": options.causal,
             "window_left": options.window_left,
             "logits_soft_cap": options.logits_soft_cap,
@@ -332,7 +332,8 @@ def _plan_on_gpu(
     )
     per_head = {} if values is NO_VALUES else values.addresses(ints + info.values_offset)
     make = Fa3Launcher if isinstance(kernel, Fa3Kernel) else Fa2Launcher
-    steps = draft.counts.num_tiles, info.unit_step
+    num_entries = request.pages.num_entries
+    steps = draft.counts.num_tiles, info.unit_step, num_entries, num_entries // max(1, info.num_tiles)
     launcher = make(kernel, addresses, steps, per_head, info.num_ctas, (workspaces, request.pages, values))  # type: ignore[arg-type]
     if info.int_bytes:
         launcher.upload(partial(_fill, request, draft, info), info.int_bytes, ints, stream)

@@ -26,8 +26,8 @@ _ARRAYS = struct.Struct("<5Q")
 _STRIDES = struct.Struct("<10q")
 #: What changes from plan to plan: where the plan's records, page table and partial results lie.
 _PLANNED = struct.Struct("<6Q")
-#: And how many tile records there are, and how to get from unit to unit.
-_STEPS = struct.Struct("<2i")
+#: And how many tile records there are, how to get from unit to unit, and the entries of the page table: all, and per tile.
+_STEPS = struct.Struct("<4i")
 _CODES = {"u8": "Q", "i8": "q", "i4": "i", "f4": "f"}
 #: How to write one field of the record, and where.
 _FIELDS = {
@@ -123,14 +123,21 @@ class Fa2Launcher:
     Args:
         kernel: what to launch.
         addresses: where the plan lies.
-        steps: tile records there is room for, and what leads from one unit of a share to the next.
+        steps: tile records there is room for, what leads from one unit of a share to the next, entries of the page table, and how many
+            of them a tile has where all have equally many.
         values: addresses of per-head values and masks, by the name of their AttentionParams field.
         num_ctas: CTAs of the launch.
         held: kept alive as long as this launcher: what the addresses point to.
     """
 
     def __init__(
-        self, kernel: Fa2Kernel, addresses: PlanAddresses, steps: tuple[int, int], values: dict[str, int], num_ctas: int, held: object
+        self,
+        kernel: Fa2Kernel,
+        addresses: PlanAddresses,
+        steps: tuple[int, int, int, int],
+        values: dict[str, int],
+        num_ctas: int,
+        held: object,
     ) -> None:
         self.device_id = kernel.device_id
         self._kernel = kernel

@@ -50,7 +50,13 @@ class Fa3Launcher(Fa2Launcher):
     """A planned fa3 kernel on one device; arguments and methods as for Fa2Launcher."""
 
     def __init__(
-        self, kernel: Fa3Kernel, addresses: PlanAddresses, steps: tuple[int, int], values: dict[str, int], num_ctas: int, held: object
+        self,
+        kernel: Fa3Kernel,
+        addresses: PlanAddresses,
+        steps: tuple[int, int, int, int],
+        values: dict[str, int],
+        num_ctas: int,
+        held: object,
     ) -> None:
         super().__init__(kernel, addresses, steps, values, num_ctas, held)
         self._maps = kernel

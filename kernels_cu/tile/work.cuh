@@ -3,6 +3,7 @@
 #pragma once
 
 #include "params.cuh"
+#include "ptx/sync.cuh"
 
 struct Tile {
   int request, q_begin, row_begin, num_rows;
@@ -31,6 +32,9 @@ struct Segment {
 // memory, where it lies, field by field.
 template <bool kRunsAhead, bool kFewRegisters = false>
 struct WorkCursor {
+  // At head_dim 256 the 16-row kernel has no registers for a tile ahead, and waits for it where a segment begins; copies in flight last
+  // longer than that.
+  static constexpr bool kKeepsAhead = kRunsAhead && (kCtaTileQ > 16 || kHeadDimVo <= 128);
   int num_whole_units, whole_unit, wave;
   int unit, iter, remaining;
   int first_group, first_part, tail_group, tail_part;
@@ -40,15 +44,22 @@ struct WorkCursor {
     const int4* record = reinterpret_cast<const int4*>(params.cta_work) + 2 * blockIdx.x;
     int4 a = __ldg(record), b = __ldg(record + 1);
     // Most launches begin with whole units: ask for the first one's tile without waiting for the record that says so.
-    if constexpr (kRunsAhead) ahead = load_tile(params, min(divide(blockIdx.x, params.by_num_kv_heads), params.max_tiles - 1));
+    if constexpr (kRunsAhead) {
+      int guess = min(divide(blockIdx.x, params.by_num_kv_heads), params.max_tiles - 1);
+      if constexpr (kKeepsAhead) {
+        ahead = load_tile(params, guess);
+      } else {
+        prefetch_l2(params.tiles + 12ll * guess);
+      }
+    }
     num_whole_units = a.x, unit = a.y, iter = a.z, remaining = a.w;
     first_group = b.x, first_part = b.y, tail_group = b.z, tail_part = b.w;
-    if (kRunsAhead && whole_unit >= num_whole_units) look_ahead(params);
+    if (kKeepsAhead && whole_unit >= num_whole_units) look_ahead(params);
   }
 
   // Move to the next segment; false when the share is done.
   __device__ __forceinline__ bool next(const AttentionParams& params, Tile& tile, Segment& segment) {
-    if constexpr (!kRunsAhead) look_ahead(params);
+    if constexpr (!kKeepsAhead) look_ahead(params);
     if constexpr (kFewRegisters) asm volatile("" ::: "memory");
     tile = ahead;
     if constexpr (kFewRegisters) asm volatile("" ::: "memory");
@@ -80,7 +91,7 @@ struct WorkCursor {
     int first_position = tile.kv_len - tile.qo_len + divide(tile.row_begin, params.by_group_size);
     segment.first_seen = params.window_left >= 0 ? max(segment.kv_begin, first_position - params.window_left) : segment.kv_begin;
     if (tile.split_group >= 0) segment.group = tile.split_group + segment.kv_head, segment.part = tile.split_part;
-    if constexpr (kRunsAhead) look_ahead(params);
+    if constexpr (kKeepsAhead) look_ahead(params);
     return true;
   }
 
