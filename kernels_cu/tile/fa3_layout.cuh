@@ -83,7 +83,7 @@ struct Control {
   QueuedWork works[kWorkSlots];
   Cursor cursor;                  // of the warp that publishes
   KeyBounds copied[kNumStages];   // of the copies of V
-  float order[kConsumerThreads];  // written so that exponentials come before a wait, never read
+  float order[kConsumerThreads];  // written so that maxima come before a wait, never read
   int is_last;
 };
 
