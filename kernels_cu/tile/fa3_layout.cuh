@@ -183,8 +183,9 @@ __device__ __forceinline__ void release_work(const Shared& shared, unsigned slot
   if (lane_idx() == 0) mbarrier_arrive(shared.barrier(kWorkEmpty + slot % kWorkSlots));
 }
 
-// Named barriers: a turn and a meeting point for each consumer warpgroup, and one where all consumers meet.
+// Named barriers: a turn and a meeting point for each consumer warpgroup, and one where all consumers meet, and one for the rows warps.
 constexpr int kTurnBarrier = 1, kWarpgroupBarrier = kTurnBarrier + kConsumers, kConsumerBarrier = kWarpgroupBarrier + kConsumers;
+constexpr int kRowsBarrier = kConsumerBarrier + 1;
 
 __device__ __forceinline__ void sync_warpgroup(int consumer) { named_barrier_sync(kWarpgroupBarrier + consumer, kWarpgroupThreads); }
 
