@@ -98,7 +98,14 @@ __device__ __forceinline__ void finish_logits(const AttentionParams& params, con
   }
 }
 
-// The largest logit of each thread row, on each of its four lanes.
+// Over the four lanes of a thread row.
+template <class T>
+__device__ __forceinline__ T row_max(T x) {
+  x = max(x, __shfl_xor_sync(kFullWarp, x, 1));
+  return max(x, __shfl_xor_sync(kFullWarp, x, 2));
+}
+
+// The largest logit of this thread in each of its rows.
 __device__ __forceinline__ void float_maxima(const Logits& s, float (&largest)[2]) {
   // Two chains per row, so that neighbouring operations do not wait for each other.
   float chain[2][2];
@@ -107,11 +114,7 @@ __device__ __forceinline__ void float_maxima(const Logits& s, float (&largest)[2
 #pragma unroll
   for (int i = 4; i < kKvTile / 2; ++i) chain[i / 2 % 2][i % 2] = fmaxf(chain[i / 2 % 2][i % 2], s[i]);
 #pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    largest[r] = fmaxf(chain[r][0], chain[r][1]);
-    largest[r] = fmaxf(largest[r], __shfl_xor_sync(kFullWarp, largest[r], 1));
-    largest[r] = fmaxf(largest[r], __shfl_xor_sync(kFullWarp, largest[r], 2));
-  }
+  for (int r = 0; r < 2; ++r) largest[r] = fmaxf(chain[r][0], chain[r][1]);
 }
 
 // The same by comparing bits as integers, of which Hopper compares three at a time: exact unless it is negative.
@@ -125,8 +128,6 @@ __device__ __forceinline__ void integer_maxima(const Logits& s, int (&largest)[2
       value = max(max(value, __float_as_int(s[i])), __float_as_int(s[i + 1]));
     }
     largest[r] = max(chain[0], chain[1]);
-    largest[r] = max(largest[r], __shfl_xor_sync(kFullWarp, largest[r], 1));
-    largest[r] = max(largest[r], __shfl_xor_sync(kFullWarp, largest[r], 2));
   }
 }
 
@@ -138,11 +139,15 @@ __device__ __forceinline__ void update_reference(const AttentionParams& params, 
     int bits[2];
     integer_maxima(s, bits);
 #pragma unroll
-    for (int r = 0; r < 2; ++r) largest[r] = __int_as_float(bits[r]);
+    for (int r = 0; r < 2; ++r) largest[r] = __int_as_float(bits[r] = row_max(bits[r]));
     // Where no logit is positive, that is enough for a reference which none of those would move.
     is_exact = !__any_sync(kFullWarp, bits[0] < 0 && state.max[0] < -kLargestDepth || bits[1] < 0 && state.max[1] < -kLargestDepth);
   }
-  if (!is_exact) float_maxima(s, largest);
+  if (!is_exact) {
+    float_maxima(s, largest);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) largest[r] = row_max(largest[r]);
+  }
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     // A reference a little below the maximum is as good, and most tiles then leave the output as it is.
