@@ -10,10 +10,10 @@
 // fp8 tiles of 160 keys are 1 to 3% faster without: measured on an H200, 770 TFLOP/s against 764 on 16384 keys, 700 against 678 causal on
 // 4096. Those of 128 keys are not.
 constexpr bool kTakeTurns = kHeadDimVo <= 128 && !(kQFp8 && kKvTile > 128);
-// Whether a warpgroup's exponentials must run under its own product with values. ptxas would move them behind it, and beside one other
-// warpgroup that leaves the tensor cores idle. Three keep them busy in any order, and then the order ptxas finds is 9% faster: measured
-// on an H200 at head_dim 64, 503 TFLOP/s against 460 on 16384 keys. So do two with tiles of 160 keys: 620 against 608 at head_dim 128.
-constexpr bool kExponentialsFirst = kConsumers == 2 && kKvTile <= 128;
+// Whether a tile's maxima must be found under the warpgroup's own product with values. ptxas would move the whole softmax behind that, and
+// where products are as short as at head_dim 128 the tensor cores then wait for it: measured on an H200, 642 TFLOP/s against 618 with tiles
+// of 128 keys. To keep the exponentials there too is slower.
+constexpr bool kMaximaFirst = kConsumers == 2 && kHeadDimQk <= 128 && !kQFp8;
 // What is the same for the warpgroups' descriptors; V is summed over its rows, and its column blocks are a tile apart. A turned V is
 // summed along its rows, as K is.
 constexpr unsigned long long kRowsAreColumns = wgmma_rows_base<kBlockRowBytes>();
@@ -71,11 +71,24 @@ struct Consumer {
   __device__ __forceinline__ void release(Barrier ring, unsigned tile) const {
     if (threadIdx.x % kWarpgroupThreads == 0) mbarrier_arrive(shared.barrier(ring + tile % kNumStages));
   }
-  // Exponentials are computed before the wait that follows: a store of what depends on all of them cannot sink below it.
+  // Maxima are computed before the wait that follows: a store of what depends on all of them cannot sink below it.
   __device__ __forceinline__ void order_before_wait(const RowState& state) const {
-    if constexpr (!kExponentialsFirst) return;
-    asm volatile("st.shared.f32 [%0], %1;" ::"r"(smem_address(&shared.control->order[threadIdx.x - kWarpgroupThreads])), "f"(state.sum[0] + state.sum[1])
+    if constexpr (!kMaximaFirst) return;
+    asm volatile("st.shared.f32 [%0], %1;" ::"r"(smem_address(&shared.control->order[threadIdx.x - kWarpgroupThreads])), "f"(state.max[0] + state.max[1])
                  : "memory");
+  }
+  // The softmax of a tile while its warpgroup's product with the values of the tile before runs, and the end of that product.
+  __device__ __forceinline__ void softmax_under_product(const ThreadRows& rows, Logits& s, Weights& p, RowState& state, Output& o, float (&rescale)[2]) const {
+    update_reference(params.base, rows, s, state, rescale);
+    order_before_wait(state);
+    // For three consumers ptxas finds registers in this order only, and moves the wait up all the same.
+    if constexpr (kConsumers == 3) exponentiate(params.base, rows, s, state, rescale);
+    wgmma_wait<0>();
+    bind_registers(o);
+    bind_registers(s);
+    release(kVEmpty, count);
+    if constexpr (kConsumers != 3) exponentiate(params.base, rows, s, state, rescale);
+    pack_weights(s, p);
   }
 
   // V rows past the request's last key, or left of every row's window, hold what was there before, or belong to others: any bits at
@@ -113,7 +126,8 @@ struct Consumer {
     release(kKEmpty, count);
     finish_logits(params.base, work, index, rows, work.segment.kv_begin, s);
     float rescale[2];
-    update_softmax(params.base, rows, s, state, rescale);
+    update_reference(params.base, rows, s, state, rescale);
+    exponentiate(params.base, rows, s, state, rescale);
     pack_weights(s, p);
   }
 
@@ -140,13 +154,7 @@ struct Consumer {
       bind_registers(s);
       release(kKEmpty, count + 1);
       finish_logits(params.base, work, index, rows, key_begin, s);
-      update_softmax(params.base, rows, s, state, rescale);
-      order_before_wait(state);
-      wgmma_wait<0>();
-      bind_registers(o);
-      bind_registers(s);
-      release(kVEmpty, count);
-      pack_weights(s, p);
+      softmax_under_product(rows, s, p, state, o, rescale);
       rescale_output(o, rescale);
       if constexpr (kHasBank) bank.deposit(o, state);
       ++count;
@@ -195,13 +203,7 @@ struct Consumer {
     release(kKEmpty, count + 1);
     finish_logits(params.base, following, index, rows, following.segment.kv_begin, s);
     float rescale[2];
-    update_softmax(params.base, rows, s, state, rescale);
-    order_before_wait(state);
-    wgmma_wait<0>();
-    bind_registers(o);
-    bind_registers(s);
-    release(kVEmpty, count);
-    pack_weights(s, p);
+    softmax_under_product(rows, s, p, state, o, rescale);
     ++count;
     if constexpr (kHasBank) bank.withdraw(o, finished);
     bank.open();

@@ -83,7 +83,7 @@ struct Control {
   QueuedWork works[kWorkSlots];
   Cursor cursor;                  // of the warp that publishes
   KeyBounds copied[kNumStages];   // of the copies of V
-  float order[kConsumerThreads];  // written so that exponentials come before a wait, never read
+  float order[kConsumerThreads];  // written so that maxima come before a wait, never read
   int is_last;
 };
 
@@ -189,8 +189,9 @@ __device__ __forceinline__ void release_work(const Shared& shared, unsigned slot
   mbarrier_arrive(shared.barrier(kWorkEmpty + recompute_from(slot) % kWorkSlots));
 }
 
-// Named barriers: a turn and a meeting point for each consumer warpgroup, and one where all consumers meet.
+// Named barriers: a turn and a meeting point for each consumer warpgroup, and one where all consumers meet, and one for the rows warps.
 constexpr int kTurnBarrier = 1, kWarpgroupBarrier = kTurnBarrier + kConsumers, kConsumerBarrier = kWarpgroupBarrier + kConsumers;
+constexpr int kRowsBarrier = kConsumerBarrier + 1;
 
 __device__ __forceinline__ void sync_warpgroup(int consumer) { named_barrier_sync(kWarpgroupBarrier + consumer, kWarpgroupThreads); }
 

@@ -93,7 +93,11 @@ __device__ __forceinline__ void carry_rows(const Fa3Params& params, const Shared
       if (slot >= kQBuffers) {
         const QueuedWork& finished = shared.work(slot - kQBuffers);
         mbarrier_sleep(shared.barrier(kQDone + buffer), (slot / kQBuffers & 1) ^ 1);
-        if (finished.is_staged()) store_output_rows(params, finished, shared.q_tile(consumer, slot), consumer, row_begin);
+        if (finished.is_staged()) {
+          store_output_rows(params, finished, shared.q_tile(consumer, slot), consumer, row_begin);
+          // Where queries are narrower than outputs, one warp's queries arrive where the other's outputs lie.
+          if constexpr (kBlockRowBytes != kOBlockRowBytes) named_barrier_sync(kRowsBarrier, kRowsWarps * 32);
+        }
       }
       if (loads) load_query_rows(params, shared.work(slot), shared.q_tile(consumer, slot), consumer, row_begin, shared.barrier(kQFull + buffer));
     }

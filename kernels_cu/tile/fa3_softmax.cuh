@@ -13,6 +13,8 @@ constexpr float kNoMax = -1e30f;
 // rescaled: half holds 2^8. So does e4m3, but with few bits: there the largest weight is 2^8 always, exactly, and weights down to 2^-18 of
 // it are kept.
 constexpr float kReferenceDepth = kQFp8 ? 8.f : 0.f, kLargestDepth = 8.f;
+// Whether maxima are found by comparing integers first. Three consumers have no registers for both ways.
+constexpr bool kIntegerMaxima = kConsumers == 2;
 // A scale of zero would turn a masked -inf into NaN.
 constexpr float kLeastScale = 1e-30f;
 
@@ -80,7 +82,7 @@ __device__ __forceinline__ void finish_logits(const AttentionParams& params, con
   }
   if (key_begin < work.seen_from[consumer] || key_begin + kKvTile - 1 > work.seen_to[consumer]) {
     // Few tiles come here, so where accumulators fill the registers the bounds are found anew.
-    ThreadRows bounds = kHeadDimVo > 128 || kConsumers == 3 ? ThreadRows(params, work, consumer, threadIdx.x / 32 % 4) : rows;
+    ThreadRows bounds = kHeadDimVo > 128 || kKvTile > 128 || kConsumers == 3 ? ThreadRows(params, work, consumer, threadIdx.x / 32 % 4) : rows;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       int lo = bounds.lo[r] - lane_key, hi = bounds.hi[r] - lane_key;
@@ -96,29 +98,72 @@ __device__ __forceinline__ void finish_logits(const AttentionParams& params, con
   }
 }
 
-// Take the logits of a tile into the running maximum and sum, and make them exponentials. `rescale` brings what was summed before to
-// the new maximum.
-__device__ __forceinline__ void update_softmax(const AttentionParams& params, const ThreadRows& rows, Logits& s, RowState& state, float (&rescale)[2]) {
-  float scale[kRowScales];
-#pragma unroll
-  for (int r = 0; r < kRowScales; ++r) scale[r] = exponent_scale(params, rows, r);
+// Over the four lanes of a thread row.
+template <class T>
+__device__ __forceinline__ T row_max(T x) {
+  x = max(x, __shfl_xor_sync(kFullWarp, x, 1));
+  return max(x, __shfl_xor_sync(kFullWarp, x, 2));
+}
+
+// The largest logit of this thread in each of its rows.
+__device__ __forceinline__ void float_maxima(const Logits& s, float (&largest)[2]) {
   // Two chains per row, so that neighbouring operations do not wait for each other.
-  float largest[2][2], sum[2][2];
+  float chain[2][2];
 #pragma unroll
-  for (int i = 0; i < 4; ++i) largest[i / 2][i % 2] = s[i];
+  for (int i = 0; i < 4; ++i) chain[i / 2][i % 2] = s[i];
 #pragma unroll
-  for (int i = 4; i < kKvTile / 2; ++i) largest[i / 2 % 2][i % 2] = fmaxf(largest[i / 2 % 2][i % 2], s[i]);
+  for (int i = 4; i < kKvTile / 2; ++i) chain[i / 2 % 2][i % 2] = fmaxf(chain[i / 2 % 2][i % 2], s[i]);
+#pragma unroll
+  for (int r = 0; r < 2; ++r) largest[r] = fmaxf(chain[r][0], chain[r][1]);
+}
+
+// The same by comparing bits as integers, of which Hopper compares three at a time: exact unless it is negative.
+__device__ __forceinline__ void integer_maxima(const Logits& s, int (&largest)[2]) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    float x = fmaxf(largest[r][0], largest[r][1]);
-    x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, 1));
-    x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, 2));
+    int chain[2] = {__float_as_int(s[r * 2]), __float_as_int(s[r * 2 + 1])};
+#pragma unroll
+    for (int i = r * 2 + 4; i < kKvTile / 2; i += 4) {
+      int& value = chain[i / 4 % 2];
+      value = max(max(value, __float_as_int(s[i])), __float_as_int(s[i + 1]));
+    }
+    largest[r] = max(chain[0], chain[1]);
+  }
+}
+
+// Take the logits of a tile into the rows' references. `rescale` brings what was summed before to the new ones.
+__device__ __forceinline__ void update_reference(const AttentionParams& params, const ThreadRows& rows, const Logits& s, RowState& state, float (&rescale)[2]) {
+  float largest[2];
+  bool is_exact = false;
+  if constexpr (kIntegerMaxima) {
+    int bits[2];
+    integer_maxima(s, bits);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) largest[r] = __int_as_float(bits[r] = row_max(bits[r]));
+    // Where no logit is positive, that is enough for a reference which none of those would move.
+    is_exact = !__any_sync(kFullWarp, bits[0] < 0 && state.max[0] < -kLargestDepth || bits[1] < 0 && state.max[1] < -kLargestDepth);
+  }
+  if (!is_exact) {
+    float_maxima(s, largest);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) largest[r] = row_max(largest[r]);
+  }
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
     // A reference a little below the maximum is as good, and most tiles then leave the output as it is.
-    float scaled = x * scale[r % kRowScales];
+    float scaled = largest[r] * exponent_scale(params, rows, r);
     float new_max = scaled > state.max[r] + kLargestDepth ? scaled - kReferenceDepth : state.max[r];
     rescale[r] = ex2(state.max[r] - new_max);
     state.max[r] = new_max;
   }
+}
+
+// Make the logits of a tile exponentials, and add them to the running sums.
+__device__ __forceinline__ void exponentiate(const AttentionParams& params, const ThreadRows& rows, Logits& s, RowState& state, const float (&rescale)[2]) {
+  float scale[kRowScales];
+#pragma unroll
+  for (int r = 0; r < kRowScales; ++r) scale[r] = exponent_scale(params, rows, r);
+  float sum[2][2];  // two chains per row here too
 #pragma unroll
   for (int i = 0; i < kKvTile / 2; ++i) {
     s[i] = ex2(fmaf(s[i], scale[i / 2 % 2 % kRowScales], -state.max[i / 2 % 2]));
