@@ -50,17 +50,16 @@ __device__ __forceinline__ void attend(const AttentionParams& params, const Work
         __syncthreads();
         kv.load_k(params, work, iter + 1, next_begin);
       }
-      RowScales scales(logit_scales);
       if (active) {
         if constexpr (kTransformLogits) transform_logits(params, work, first_key, logit_scales, s);
         if (kCustomMask || kUserMask || !span.sees_all(key_begin)) mask_logits(params, work, first_key, s);
-        update_softmax<false>(s, scales, state, o, first);
+        update_softmax<false>(s, RowScales(logit_scales), state, o, first);
       }
       if (!kTwoStages && part == 0) {
         cp_async_wait<kParts == 1 ? 1 : 0>();
         __syncthreads();
       }
-      if (active) accumulate_output<false>(o, s, scales, state, first, kv.v_stage(iter) + part * kLogitKeys * kVRowBytes);
+      if (active) accumulate_output<false>(o, s, RowScales(logit_scales), state, first, kv.v_stage(iter) + part * kLogitKeys * kVRowBytes);
     }
     if constexpr (kNextRows) cp_async_commit();
     if constexpr (!kTwoStages) {
@@ -72,18 +71,23 @@ __device__ __forceinline__ void attend(const AttentionParams& params, const Work
   __syncthreads();
 }
 
+using Cursor = WorkCursor<true, false, true>;
+// Queries leave for shared memory before the barrier between two segments, where there are registers for it.
+constexpr bool kEarlyQueries = kKeysAhead || kThreeCtas;
+
 extern "C" __global__ void __launch_bounds__(kNumWarps * 32, kThreeCtas ? 3 : 2) attention(const __grid_constant__ AttentionParams params) {
   extern __shared__ __align__(128) unsigned char smem[];
   // What is the same for all threads and used once in a while lives in shared memory: the loop has no registers to spare.
   __shared__ Work work, following;
-  __shared__ __align__(16) unsigned char cursor_storage[sizeof(WorkCursor<false>)];
+  __shared__ __align__(16) unsigned char cursor_storage[sizeof(Cursor)];
   __shared__ WarpSpan spans[kNumWarps];
   __shared__ float2 turns[kRope ? kRopePairs : 1];
   __shared__ float logit_scales[kScaleQRows ? kCtaTileQ : 1];
   __shared__ int is_last;
-  WorkCursor<false>& cursor = *reinterpret_cast<WorkCursor<false>*>(cursor_storage);
+  Cursor& cursor = *reinterpret_cast<Cursor*>(cursor_storage);
   if (threadIdx.x == 0) {
-    cursor = WorkCursor<false>(params);
+    cursor.start(params);
+    cp_async_wait<0>();
     following.valid = cursor.next(params, following.tile, following.segment);
   }
   if constexpr (kRope) fill_rope_turns(params, turns);
@@ -91,21 +95,22 @@ extern "C" __global__ void __launch_bounds__(kNumWarps * 32, kThreeCtas ? 3 : 2)
   if (!following.valid) return;
   KvPipeline kv{smem_address(smem) + kQBytes};
   kv.begin(params, following);
-  if constexpr (kThreeCtas) {
+  if constexpr (kEarlyQueries) {
     load_q_tile(params, following, smem, turns, logit_scales);
     cp_async_commit();
   }
 #pragma unroll 1
   while (true) {
-    if (recompute_from(threadIdx.x) == 0) work = following;
+    unsigned thread = recompute_from(threadIdx.x);
+    if (thread < sizeof(Work) / 16) reinterpret_cast<uint4*>(&work)[thread] = reinterpret_cast<const uint4*>(&following)[thread];
     __syncthreads();
-    if constexpr (!kThreeCtas) {
+    if constexpr (!kEarlyQueries) {
       load_q_tile(params, work, smem, turns, logit_scales);
       cp_async_commit();
     }
-    if (recompute_from(threadIdx.x) == 0) following.valid = cursor.next(params, following.tile, following.segment);
     if (lane_idx() == 0) spans[warp_idx()].set(params, work);
     cp_async_wait<0>();
+    if (recompute_from(threadIdx.x) == 0) following.valid = cursor.next(params, following.tile, following.segment);
     __syncwarp();
     RowState state;
     Output o = {};
@@ -128,7 +133,7 @@ extern "C" __global__ void __launch_bounds__(kNumWarps * 32, kThreeCtas ? 3 : 2)
     }
     if (!following.valid) return;
     // So do its queries, into rows that only this warp reads.
-    if constexpr (kThreeCtas) {
+    if constexpr (kEarlyQueries) {
       load_q_tile(params, following, smem, turns, logit_scales);
       cp_async_commit();
     }

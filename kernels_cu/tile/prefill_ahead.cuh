@@ -21,20 +21,20 @@ __device__ __forceinline__ void attend_keys_ahead(const AttentionParams& params,
   __syncthreads();
   bool active = __any_sync(kFullWarp, span.sees(key_begin)), more = key_begin < work.segment.kv_end;
   StepOperands first_operands;
-  first_operands.load(q_lane_address(q_tile), k_lane_address(kv.k_stage(0)), 0);
+  first_operands.load(LaneAddresses(q_tile, kv.k_stage(0)), 0);
 #pragma unroll 1
   for (int iter = 0; more; ++iter) {
     int v_begin = key_begin + kKvTile, k_begin = v_begin + kKvTile;
     bool next_active;
     // The barrier, and the copies behind it.
     auto advance = [&]() {
-      // Addresses made before the barrier hide behind the first product.
+      // What is made before the barrier hides behind the first product.
+      more = v_begin < work.segment.kv_end;
+      next_active = __any_sync(kFullWarp, span.sees(v_begin));
       NextRows<true> next_k(params, work, k_begin, kv.slot, kv.k_stage(iter));
       NextRows<false> next_v(params, work, v_begin, kv.v_slot, kv.k_stage(iter + 1));
       cp_async_wait<0>();
       __syncthreads();
-      more = v_begin < work.segment.kv_end;
-      next_active = __any_sync(kFullWarp, span.sees(v_begin));
       if constexpr (kEven) {
         next_k.start(params);
         next_v.start(params);
@@ -43,13 +43,18 @@ __device__ __forceinline__ void attend_keys_ahead(const AttentionParams& params,
         load_kv_tile<false>(params, work, v_begin, kv.v_slot, kv.v_stage(iter + 1));
       }
       cp_async_commit();
+      // Looked up here, the page has the rest of the iteration to arrive.
+      if constexpr (kPaged) {
+        kv.v_slot = kv.slot;
+        kv.slot = next_kv_slot(params, work, k_begin + kKvTile);
+      }
     };
     // One branch around everything: parts that each ask whether the warp sees a key could not be interleaved.
     if (active) {
       bool all_visible = span.sees_all(key_begin);
       Logits s;
       clear(s);
-      logits_steps(s, q_lane_address(q_tile), k_lane_address(kv.k_stage(iter)), first_operands);
+      logits_steps(s, LaneAddresses(q_tile, kv.k_stage(iter)), first_operands);
       RowScales scales(logit_scales);
       advance();
       if constexpr (kTransformLogits) transform_logits(params, work, key_begin, logit_scales, s);
@@ -60,11 +65,7 @@ __device__ __forceinline__ void attend_keys_ahead(const AttentionParams& params,
     } else {
       advance();
     }
-    first_operands.load(q_lane_address(q_tile), k_lane_address(kv.k_stage(iter + 1)), 0);
-    if constexpr (kPaged) {
-      kv.v_slot = kv.slot;
-      kv.slot = next_kv_slot(params, work, k_begin + kKvTile);
-    }
+    first_operands.load(LaneAddresses(q_tile, kv.k_stage(iter + 1)), 0);
     active = next_active;
     key_begin = v_begin;
   }

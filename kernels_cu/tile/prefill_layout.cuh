@@ -55,7 +55,7 @@ __device__ __forceinline__ unsigned recompute_from(unsigned value) {
 __device__ __forceinline__ int thread_row(int r) { return warp_idx() * kWarpRows + r * 8 + lane_idx() / 4; }
 
 // A segment and its tile, as thread 0 publishes them in shared memory; `valid` is false past the last one.
-struct Work {
+struct alignas(16) Work {
   Tile tile;
   Segment segment;
   bool valid;

@@ -21,24 +21,27 @@ __device__ __forceinline__ void load_q_fragments(unsigned (&a)[kRowTiles][4], un
   for (int m = 0; m < kRowTiles; ++m) ldmatrix_x4(a[m], Swizzle<kQRowBytes>::advance(q_lane, step * 2) + m * 16 * kQRowBytes);
 }
 
+// What this lane addresses for ldmatrix in the query tile and a K tile.
+struct LaneAddresses {
+  unsigned q, k;
+
+  __device__ __forceinline__ LaneAddresses(unsigned q_tile, unsigned k_tile) {
+    unsigned thread = recompute_from(threadIdx.x), lane = thread % 32;
+    q = q_tile + Swizzle<kQRowBytes>::offset(thread / 32 * kWarpRows + lane % 16, lane / 16);
+    k = k_tile + k_lane_offset(lane);
+  }
+};
+
 // The operands of one step of 16 dims of 16-bit queries and keys.
 struct StepOperands {
   unsigned a[kRowTiles][4], b[kKeyTiles / 2][4];
 
-  __device__ __forceinline__ void load(unsigned q_lane, unsigned k_lane, int step) {
-    load_q_fragments(a, q_lane, step);
+  __device__ __forceinline__ void load(LaneAddresses at, int step) {
+    load_q_fragments(a, at.q, step);
 #pragma unroll
-    for (int pair = 0; pair < kKeyTiles / 2; ++pair) ldmatrix_x4(b[pair], Swizzle<kKRowBytes>::advance(k_lane, step * 2) + pair * 16 * kKRowBytes);
+    for (int pair = 0; pair < kKeyTiles / 2; ++pair) ldmatrix_x4(b[pair], Swizzle<kKRowBytes>::advance(at.k, step * 2) + pair * 16 * kKRowBytes);
   }
 };
-
-// What this lane addresses in the query tile for ldmatrix.
-__device__ __forceinline__ unsigned q_lane_address(unsigned q_tile) {
-  unsigned thread = recompute_from(threadIdx.x), lane = thread % 32;
-  return q_tile + Swizzle<kQRowBytes>::offset(thread / 32 * kWarpRows + lane % 16, lane / 16);
-}
-
-__device__ __forceinline__ unsigned k_lane_address(unsigned k_tile) { return k_tile + k_lane_offset(recompute_from(threadIdx.x) % 32); }
 
 __device__ __forceinline__ void clear(Logits& s) {
 #pragma unroll
@@ -49,12 +52,12 @@ __device__ __forceinline__ void clear(Logits& s) {
 }
 
 // 16-bit keys: all steps of 16 dims, each with the operands of the next one on their way. `first` are those of the first.
-__device__ __forceinline__ void logits_steps(Logits& s, unsigned q_lane, unsigned k_lane, const StepOperands& first) {
+__device__ __forceinline__ void logits_steps(Logits& s, LaneAddresses addresses, const StepOperands& first) {
   constexpr int kSteps = kHeadDimQk / 16;
   StepOperands operands[2] = {first};
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
-    if (step + 1 < kSteps) operands[(step + 1) & 1].load(q_lane, k_lane, step + 1);
+    if (step + 1 < kSteps) operands[(step + 1) & 1].load(addresses, step + 1);
     const StepOperands& at = operands[step & 1];
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
@@ -113,19 +116,19 @@ __device__ __forceinline__ void logits_step_fp8_rope(Logits& s, unsigned q_lane,
 
 // Raw products of the warp's rows with kLogitKeys keys; `k_tile` is where the first one lies, `key_begin` its index.
 __device__ __forceinline__ void compute_logits(Logits& s, unsigned q_tile, unsigned k_tile, const float2* turns, int key_begin) {
-  unsigned q_lane = q_lane_address(q_tile), k_lane = k_lane_address(k_tile);
+  LaneAddresses at(q_tile, k_tile);
   clear(s);
   if constexpr (!kFp8Kv) {
     StepOperands first;
-    first.load(q_lane, k_lane, 0);
-    logits_steps(s, q_lane, k_lane, first);
+    first.load(at, 0);
+    logits_steps(s, at, first);
   } else if constexpr (kRope) {
     // Unrolled, the angles of later steps would be computed early and kept.
 #pragma unroll 1
-    for (int step = 0; step < kHeadDimQk / 32; ++step) logits_step_fp8_rope(s, q_lane, k_lane, step, turns, key_begin);
+    for (int step = 0; step < kHeadDimQk / 32; ++step) logits_step_fp8_rope(s, at.q, at.k, step, turns, key_begin);
   } else {
 #pragma unroll
-    for (int step = 0; step < kHeadDimQk / 16; ++step) logits_step_fp8(s, q_lane, k_lane, step);
+    for (int step = 0; step < kHeadDimQk / 16; ++step) logits_step_fp8(s, at.q, at.k, step);
   }
 }
 
