@@ -3,6 +3,8 @@
 #pragma once
 
 #include "params.cuh"
+#include "ptx/cp_async.cuh"
+#include "ptx/ldmatrix.cuh"
 #include "ptx/sync.cuh"
 
 struct Tile {
@@ -29,8 +31,9 @@ struct Segment {
 
 // Walks the segments of this CTA. One that runs ahead of the arithmetic keeps the next segment's tile on its way, so that moving
 // on does not wait for memory; one that follows finds the tiles in L1. One without registers to spare reads a tile back from shared
-// memory, where it lies, field by field.
-template <bool kRunsAhead, bool kFewRegisters = false>
+// memory, where it lies, field by field. One that copies lies in shared memory, runs ahead, and never waits itself: the copies of its
+// thread must have arrived before `next`.
+template <bool kRunsAhead, bool kFewRegisters = false, bool kCopies = false>
 struct WorkCursor {
   // At head_dim 256 the 16-row kernel has no registers for a tile ahead, and waits for it where a segment begins; copies in flight last
   // longer than that.
@@ -38,16 +41,19 @@ struct WorkCursor {
   int num_whole_units, whole_unit, wave;
   int unit, iter, remaining;
   int first_group, first_part, tail_group, tail_part;
-  Tile ahead;
+  alignas(16) Tile ahead;
 
-  __device__ __forceinline__ explicit WorkCursor(const AttentionParams& params) : whole_unit(blockIdx.x), wave(0) {
+  __device__ __forceinline__ explicit WorkCursor(const AttentionParams& params) { start(params); }
+
+  __device__ __forceinline__ void start(const AttentionParams& params) {
+    whole_unit = blockIdx.x, wave = 0;
     const int4* record = reinterpret_cast<const int4*>(params.cta_work) + 2 * blockIdx.x;
     int4 a = __ldg(record), b = __ldg(record + 1);
     // Most launches begin with whole units: ask for the first one's tile without waiting for the record that says so.
     if constexpr (kRunsAhead) {
       int guess = min(divide(blockIdx.x, params.by_num_kv_heads), params.max_tiles - 1);
       if constexpr (kKeepsAhead) {
-        ahead = load_tile(params, guess);
+        look_at(params, guess);
       } else {
         prefetch_l2(params.tiles + 12ll * guess);
       }
@@ -104,9 +110,21 @@ struct WorkCursor {
 
   __device__ __forceinline__ void look_ahead(const AttentionParams& params) {
     if (whole_unit < num_whole_units) {
-      ahead = load_tile(params, divide(whole_unit, params.by_num_kv_heads));
+      look_at(params, divide(whole_unit, params.by_num_kv_heads));
     } else if (remaining > 0) {
-      ahead = load_tile(params, divide(unit, params.by_num_kv_heads));
+      look_at(params, divide(unit, params.by_num_kv_heads));
+    }
+  }
+
+  __device__ __forceinline__ void look_at(const AttentionParams& params, int tile_idx) {
+    if constexpr (kCopies) {
+      const int4* record = reinterpret_cast<const int4*>(params.tiles) + 3ll * tile_idx;
+      unsigned target = smem_address(&ahead);
+#pragma unroll
+      for (int i = 0; i < 3; ++i) cp_async_16(target + i * 16, record + i);
+      cp_async_commit();
+    } else {
+      ahead = load_tile(params, tile_idx);
     }
   }
 };
