@@ -52,7 +52,7 @@ struct WorkCursor {
     // Most launches begin with whole units: ask for the first one's tile without waiting for the record that says so.
     if constexpr (kRunsAhead) {
       int guess = min(divide(blockIdx.x, params.by_num_kv_heads), params.max_tiles - 1);
-      if constexpr (kKeepsAhead) {
+      if constexpr (kKeepsAhead && !kCopies) {
         look_at(params, guess);
       } else {
         prefetch_l2(params.tiles + 12ll * guess);
@@ -60,7 +60,8 @@ struct WorkCursor {
     }
     num_whole_units = a.x, unit = a.y, iter = a.z, remaining = a.w;
     first_group = b.x, first_part = b.y, tail_group = b.z, tail_part = b.w;
-    if (kKeepsAhead && whole_unit >= num_whole_units) look_ahead(params);
+    // Two copies to one place may land in either order, so a cursor that copies waits for the record.
+    if (kKeepsAhead && (kCopies || whole_unit >= num_whole_units)) look_ahead(params);
   }
 
   // Move to the next segment; false when the share is done.
