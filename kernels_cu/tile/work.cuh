@@ -45,11 +45,12 @@ struct WorkCursor {
     whole_unit = blockIdx.x, wave = 0;
     const int4* record = reinterpret_cast<const int4*>(params.cta_work) + 2 * blockIdx.x;
     int4 a = __ldg(record), b = __ldg(record + 1);
-    // Most launches begin with whole units: ask for the first one's tile without waiting for the record that says so.
-    if constexpr (kRunsAhead) look_at(params, min(divide(blockIdx.x, params.by_num_kv_heads), params.max_tiles - 1));
+    // Most launches begin with whole units: ask for the first one's tile without waiting for the record that says so. Not for a copy: if it
+    // was the wrong one, nothing would order the right one behind it.
+    if constexpr (kRunsAhead && !kCopies) look_at(params, min(divide(blockIdx.x, params.by_num_kv_heads), params.max_tiles - 1));
     num_whole_units = a.x, unit = a.y, iter = a.z, remaining = a.w;
     first_group = b.x, first_part = b.y, tail_group = b.z, tail_part = b.w;
-    if (kRunsAhead && whole_unit >= num_whole_units) look_ahead(params);
+    if (kRunsAhead && (kCopies || whole_unit >= num_whole_units)) look_ahead(params);
   }
 
   // Move to the next segment; false when the share is done.
