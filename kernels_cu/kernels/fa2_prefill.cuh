@@ -71,7 +71,7 @@ __device__ __forceinline__ void attend(const AttentionParams& params, const Work
   __syncthreads();
 }
 
-using Cursor = WorkCursor<true, false, true>;
+using Cursor = WorkCursor<kKeysAhead, false, kKeysAhead>;
 // Queries leave for shared memory before the barrier between two segments, where there are registers for it.
 constexpr bool kEarlyQueries = kKeysAhead || kThreeCtas;
 
@@ -108,9 +108,11 @@ extern "C" __global__ void __launch_bounds__(kNumWarps * 32, kThreeCtas ? 3 : 2)
       load_q_tile(params, work, smem, turns, logit_scales);
       cp_async_commit();
     }
+    // What the cursor copied came with the keys.
+    if constexpr (kKeysAhead) cp_async_wait<0>();
+    if (recompute_from(threadIdx.x) == 0) following.valid = cursor.next(params, following.tile, following.segment);
     if (lane_idx() == 0) spans[warp_idx()].set(params, work);
     cp_async_wait<0>();
-    if (recompute_from(threadIdx.x) == 0) following.valid = cursor.next(params, following.tile, following.segment);
     __syncwarp();
     RowState state;
     Output o = {};

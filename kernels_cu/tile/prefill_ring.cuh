@@ -5,9 +5,10 @@
 #include "tile/prefill_load.cuh"
 
 // K runs a tile ahead of V, so that an iteration has its one barrier between the products (prefill_ahead.cuh). Rows that are copied as they
-// are, and logits that are all made at once, allow it; elsewhere, and with three CTAs to an SM for pages, whose addresses take registers,
-// the barrier comes first.
-constexpr bool kKeysAhead = kNextRows && !kRope && kLogitKeys == kKvTile && !(kThreeCtas && kPaged);
+// are, and logits that are all made at once, allow it; elsewhere the barrier comes first. Three CTAs to an SM leave no registers for it but
+// for ragged keys on Hopper.
+constexpr bool kAheadFitsThreeCtas = !kPaged && __CUDA_ARCH__ == 900;
+constexpr bool kKeysAhead = kNextRows && !kRope && kLogitKeys == kKvTile && (!kThreeCtas || kAheadFitsThreeCtas);
 
 // The K and V tiles of one segment on their way through the ring: tile i, which starts at its `key_begin`, lies in stage
 // i % kNumStages. The next tile's keys are looked up in the page table one iteration before they are needed.

@@ -164,8 +164,8 @@ __device__ __forceinline__ void update_softmax(const Logits& s, const RowScales&
     float x = neg_inf();
 #pragma unroll
     for (int n = 0; n < kKeyTiles; ++n) x = fmaxf(x, fmaxf(s[r / 2][n][r % 2 * 2], s[r / 2][n][r % 2 * 2 + 1]));
-    lane_max[r] = x;
-    grown |= fmaf(x, scales.at[r], -state.max[r]) > kLazyGrowth;
+    lane_max[r] = x * scales.at[r];
+    grown |= lane_max[r] - state.max[r] > kLazyGrowth;
   }
   if constexpr (kSpeculate) first.make(s, scales, state);
   if (__any_sync(kFullWarp, grown)) {
@@ -173,7 +173,7 @@ __device__ __forceinline__ void update_softmax(const Logits& s, const RowScales&
     for (int r = 0; r < kThreadRows; ++r) {
       float x = fmaxf(lane_max[r], __shfl_xor_sync(kFullWarp, lane_max[r], 1));
       x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, 2));
-      float new_max = fmaxf(state.max[r], x * scales.at[r]);
+      float new_max = fmaxf(state.max[r], x);
       float rescale = ex2(state.max[r] - new_max);
       state.max[r] = new_max;
       state.sum[r] *= rescale;
