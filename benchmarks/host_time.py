@@ -2,7 +2,8 @@
 """``python -m benchmarks.host_time``: host microseconds of sizing, planning and running, beside their targets and FlashInfer's.
 
 Sizing for a named GPU, and the stages of a plan up to its records, are NumPy and the same everywhere. `plan` and `run` are timed on
-the GPU where there is one, and otherwise `plan` on the host backend.
+the GPU where there is one, and otherwise `plan` on the host backend. They are timed twice: *in a loop* as a serving engine calls them
+(`serving_loop.py`), and *in turns*, where every call finds the processor's caches and predictors filled by all others.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,10 @@ import numpy as np
 import cupyinfer
 from benchmarks.cases import Case
 from benchmarks.results import commit, versions
+from benchmarks.serving_loop import BLOCK, Served, serve, served_flashinfer, served_ours
 from cupyinfer.attention.decode import decode_request
-from cupyinfer.attention.plan import AttentionRequest
 from cupyinfer.attention.prefill import paged_prefill_request
+from cupyinfer.attention.request import AttentionRequest
 from cupyinfer.schedule.planner import PlanDraft
 from cupyinfer.schedule.profile import named_profile
 from cupyinfer.workspace import AlignedAllocator
@@ -45,7 +47,7 @@ class HostRow:
         kind: "decode" or "prefill".
         batch: "equal" (2048 keys each) or "mixed" (128 to 2048 keys); prefill of 64 or of 1 to 128 new tokens.
         requests: requests in the batch.
-        call: what was timed; stages of a plan include the ones before them.
+        call: what was timed, and how; stages of a plan include the ones before them.
         us: median; `us_min` and `us_max` bound the rounds.
         target: most that the median may be, or None.
     """
@@ -163,6 +165,34 @@ def _aligned(count: int) -> Any:
     return raw[start : start + max(16, count)]
 
 
+def served(case: Case, gpu: bool) -> list[Served]:
+    """Who takes part in the serving loop of `BLOCK` steps that begins with this case."""
+    cases = [replace(case, kv_lens=tuple(length + at for length in case.kv_lens)) for at in range(BLOCK)]
+    steps = [plan_arguments(one) for one in cases]
+    if not gpu:
+        return [served_ours(_wrapper(case.kind, backend="host"), steps, _aligned, None)]
+    import cupy
+
+    from benchmarks.data import CaseData
+
+    data = CaseData(cases[-1])
+    out, wrapper, kv = cupy.empty_like(data.q), _wrapper(case.kind, backend="auto"), data.paged_kv
+    # Where nothing lies in workspaces yet, a wrapper sizes for the current GPU.
+    ours = served_ours(wrapper, steps, lambda count: cupy.empty(max(16, count), cupy.uint8), lambda: wrapper.run(data.q, kv, out=out))
+    peer = served_flashinfer(case.kind, data, steps)
+    return [ours] if peer is None else [ours, peer]
+
+
+def loop_rows(case: Case, batch: str, gpu: bool, rounds: int, settle: Callable[[], object]) -> list[HostRow]:
+    """Time the serving loop."""
+    rows = []
+    for call, taken in serve(served(case, gpu), max(2, rounds // BLOCK), settle).items():
+        target = {"plan": PLAN_TARGETS.get(case.batch_size), "first run": RUN_TARGET, "later runs": RUN_TARGET}.get(call)
+        median = float(np.median(taken))
+        rows.append(HostRow(case.kind, batch, case.batch_size, f"in a loop: {call}", median, min(taken), max(taken), target))
+    return rows
+
+
 def has_gpu() -> bool:
     """Whether CuPy sees a device."""
     try:
@@ -187,10 +217,11 @@ def measure(profile: str, rounds: int, kinds: Sequence[str], batches: Iterable[t
     for kind in kinds:
         for batch, requests in batches:
             case = make_case(kind, batch, requests)
+            rows += loop_rows(case, batch, gpu, rounds, settle)
             calls = {**wrapper_calls(case, profile, gpu), **stage_calls(case, profile)}
             times = measure_calls(calls, rounds, settle)
             targets = {"plan": PLAN_TARGETS.get(requests), "run": RUN_TARGET, "workspace_size": times["plan"][0]}
-            rows += [HostRow(kind, batch, requests, call, *times[call], targets.get(call)) for call in calls]
+            rows += [HostRow(kind, batch, requests, f"in turns: {call}", *times[call], targets.get(call)) for call in calls]
     return rows
 
 

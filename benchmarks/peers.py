@@ -19,7 +19,7 @@ from benchmarks.cases import Case
 from benchmarks.data import CaseData
 from benchmarks.variant import Adapter, Prepared
 
-_FLASHINFER_FLOAT_BYTES = 256 * 2**20
+FLASHINFER_FLOAT_BYTES = 256 * 2**20
 _XQA_SEMAPHORE_BYTES = 8 * 2**20
 _XQA_PAGE_SIZES = (16, 32, 64, 128)
 _FLASHINFER_FA3_HEAD_DIMS = (64, 128, 256)
@@ -83,7 +83,7 @@ def _plan_and_prepare(name: str, wrapper: Any, args: tuple[Any, ...], kwargs: di
     return Prepared(name, launch, lambda: from_torch(launch.result), plan, *_flashinfer_sizes(wrapper, args, kwargs))
 
 
-def _flashinfer_types(case: Case) -> dict[str, Any]:
+def flashinfer_types(case: Case) -> dict[str, Any]:
     import torch
 
     return {"q_data_type": torch.bfloat16, "kv_data_type": getattr(torch, case.kv_dtype)}
@@ -109,13 +109,13 @@ class FlashInferDecode:
         import torch
 
         case = data.case
-        buffer = torch.empty(_FLASHINFER_FLOAT_BYTES, dtype=torch.uint8, device="cuda")
+        buffer = torch.empty(FLASHINFER_FLOAT_BYTES, dtype=torch.uint8, device="cuda")
         wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(buffer, "NHD", use_tensor_cores=self.tensor_cores, backend="fa2")
         host = (torch.from_numpy(x) for x in (data.page_indptr, data.page_indices, data.last_page_len))
         args = (*host, case.num_qo_heads, case.num_kv_heads, case.head_dim, case.page_size)
         q, kv = to_torch(data.q), tuple(to_torch(x, case.kv_dtype) for x in data.paged_kv)
         out = torch.empty_like(q)
-        return _plan_and_prepare(self.name, wrapper, args, _flashinfer_types(case), lambda: wrapper.run(q, kv, out=out))
+        return _plan_and_prepare(self.name, wrapper, args, flashinfer_types(case), lambda: wrapper.run(q, kv, out=out))
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ class FlashInferXqa:
             table[request, :pages] = torch.from_numpy(data.page_indices[begin : begin + pages])
         table = table.cuda()
         kv_lens = torch.tensor(case.kv_lens, dtype=torch.int32, device="cuda").view(torch.uint32).unsqueeze(1)
-        scratch = torch.zeros(_FLASHINFER_FLOAT_BYTES, dtype=torch.uint8, device="cuda")
+        scratch = torch.zeros(FLASHINFER_FLOAT_BYTES, dtype=torch.uint8, device="cuda")
         semaphores = torch.zeros(_XQA_SEMAPHORE_BYTES // 4, dtype=torch.int32, device="cuda").view(torch.uint32)
         out = torch.empty_like(q)
 
@@ -177,11 +177,11 @@ class FlashInferPrefill:
         import torch
 
         case = data.case
-        buffer = torch.empty(_FLASHINFER_FLOAT_BYTES, dtype=torch.uint8, device="cuda")
+        buffer = torch.empty(FLASHINFER_FLOAT_BYTES, dtype=torch.uint8, device="cuda")
         q = to_torch(data.q)
         out = torch.empty_like(q)
         heads = (case.num_qo_heads, case.num_kv_heads, case.head_dim)
-        kwargs = {"causal": case.causal, **_flashinfer_types(case)}
+        kwargs = {"causal": case.causal, **flashinfer_types(case)}
         if self.paged:
             wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(buffer, "NHD", backend=self.backend)
             host = (torch.from_numpy(x) for x in (data.qo_indptr, data.page_indptr, data.page_indices, data.last_page_len))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -80,15 +81,15 @@ class Bench:
         return 1e3 * float(cupy.cuda.get_elapsed_time(self._start, self._stop))
 
     def interleaved(self, timed: Sequence[Prepared], repeats: int, warmups: int = 3) -> dict[str, Sample]:
-        """Time each of `timed` in turn, `repeats` rounds, starting every round one further: drift and neighbours hit all alike."""
+        """Time each of `timed` once per round, `repeats` rounds, each in an order of its own: drift and hot neighbours hit all alike."""
         for each in timed:
             for _ in range(warmups):
                 each.launch()
         self.stream.synchronize()
         microseconds: dict[str, list[float]] = {each.name: [] for each in timed}
-        for round_ in range(repeats):
-            for i in range(len(timed)):
-                each = timed[(round_ + i) % len(timed)]
+        orders = random.Random(0)
+        for _ in range(repeats):
+            for each in orders.sample(timed, len(timed)):
                 microseconds[each.name].append(each.self_timed() if each.self_timed else self.once(each.launch))
         return {name: summarize(values) for name, values in microseconds.items()}
 

@@ -14,4 +14,4 @@ struct Fa3Params {
   int q_boxes, o_boxes;
   TensorMap k, v, q, o;
 };
-static_assert(sizeof(AttentionParams) == 296 && sizeof(Fa3Params) == 832, "FA3_PARAMS in cupyinfer/backends/params.py says otherwise");
+static_assert(sizeof(AttentionParams) == 304 && sizeof(Fa3Params) == 832, "FA3_PARAMS in cupyinfer/backends/params.py says otherwise");

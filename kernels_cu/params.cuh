@@ -33,7 +33,7 @@ struct AttentionParams {
   long long k_stride_page, k_stride_token, k_stride_head;
   long long v_stride_page, v_stride_token, v_stride_head;
   long long o_stride_token, o_stride_head;
-  unsigned long long by_group_size, by_num_kv_heads, by_page_size;  // multipliers for divide()
+  unsigned long long by_group_size, by_num_kv_heads, by_page_size;  // divisors as divide() takes them
   int num_qo_heads, num_kv_heads, group_size, page_size;
   int causal, window_left;    // window_left < 0: no window
   float sm_scale;             // includes per-tensor q_scale and k_scale
@@ -43,13 +43,14 @@ struct AttentionParams {
   float rope_log2_theta;      // log2(rope_theta)
   int max_tiles;              // tile records that exist, used or not
   int unit_step;              // from one unit of a CTA's share to the next
+  int num_entries, entries_per_tile;  // of the page table: all, and a guess at how many a tile has
 #ifdef CUPYINFER_USER_VARIANT
   alignas(8) UserParams user;
 #endif
 };
 
-// Division by a number the host knows: `multiplier` is ceil(2^64 / divisor), or 0 for 1. Exact for all dividends and divisors
-// below 2^31, at four multiplications where the general division has a chain of thirty instructions.
-__device__ __forceinline__ int divide(int dividend, unsigned long long multiplier) {
-  return multiplier == 0 ? dividend : static_cast<int>(__umul64hi(static_cast<unsigned>(dividend), multiplier));
+// Division by a number the host knows, in three instructions. With l = ceil(log2(divisor)) the low half of `by` is ceil(2^(31+l) / divisor),
+// below 2^32, and the high half l. Exact for all dividends and divisors below 2^31, since rounding adds less than dividend * divisor.
+__device__ __forceinline__ int divide(int dividend, unsigned long long by) {
+  return __umulhi(static_cast<unsigned>(dividend) << 1, static_cast<unsigned>(by)) >> static_cast<unsigned>(by >> 32);
 }

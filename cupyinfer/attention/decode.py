@@ -8,7 +8,7 @@ from typing import Any
 from cupyinfer.attention.call_errors import arguments_of, checked_call
 from cupyinfer.attention.metadata import host_indices, page_table
 from cupyinfer.attention.options import make_options
-from cupyinfer.attention.plan import AttentionRequest
+from cupyinfer.attention.request import AttentionRequest
 from cupyinfer.attention.run_arrays import cache_views
 from cupyinfer.attention.wrapper import BatchAttentionWrapper, plan_values
 from cupyinfer.schedule.geometry import check_flag, decode_geometry
@@ -43,7 +43,8 @@ def decode_request(
     non_blocking: bool = True,
 ) -> AttentionRequest:
     """Check the arguments of a decode plan; see `BatchDecodeWithPagedKVCacheWrapper.plan`."""
-    check_flag(non_blocking, "non_blocking")
+    if non_blocking is not True:
+        check_flag(non_blocking, "non_blocking")
     options = make_options(  # by position, which looks up what is kept in two thirds of the time
         True,
         True,
@@ -163,8 +164,12 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchAttentionWrapper):
             StateError: nothing was planned, or arrays of another batch.
             ArgumentError, ArgumentTypeError: an array that does not fit the plan, by name.
         """
+        as_planned = window_left is None and logits_soft_cap is None and sm_scale is None
+        unscaled = q_scale is None and k_scale is None and v_scale is None
+        if as_planned and unscaled and lse is None and self._runs_again(q, paged_kv_cache, out, return_lse):
+            return out
         k, v = cache_views(paged_kv_cache, self._kv_layout)
         plan = self._planned()
-        if not (window_left is None and logits_soft_cap is None and sm_scale is None):
+        if not as_planned:
             self._check_fixed(window_left=window_left, logits_soft_cap=logits_soft_cap, sm_scale=sm_scale)
         return plan.run(q, k, v, out=out, lse=lse, return_lse=return_lse, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from cupyinfer.errors import ArgumentError, ArgumentTypeError
 from cupyinfer.interop import ArrayView, as_view, cupy_array
+from cupyinfer.schedule.counting import tuple_new
 from cupyinfer.schedule.geometry import BatchGeometry, Ints, check_flag, host_integers
 
 _INT32_MAX = 2**31 - 1
@@ -90,7 +91,8 @@ def page_table(indices: Any, num_entries: int, argument: str, copied: bool = Fal
             _check_entries(view.shape[0], num_entries, argument)
             return PageTable(num_entries, on_device=view, copied=copied)
         indices = to_host(indices, argument)
-    check_flag(copied, "copy_pages")
+    if copied is not False:
+        check_flag(copied, "copy_pages")
     entries = indices if type(indices) is np.ndarray else _as_numpy(indices, argument)
     if entries.dtype != _INT32 or entries.ndim != 1:
         entries = host_integers(entries, argument)
@@ -104,7 +106,8 @@ def page_table(indices: Any, num_entries: int, argument: str, copied: bool = Fal
     if high > _INT32_MAX:
         low = int(used.min())
         raise ArgumentError(f"{argument}: holds page id {low if low < 0 else high}, page ids are 0 to {_INT32_MAX}")
-    return PageTable(num_entries, np.ascontiguousarray(used, _INT32), None, False, high)
+    on_host: Any = used if used.dtype == _INT32 and used.flags.c_contiguous else used.astype(_INT32)
+    return tuple_new(PageTable, (num_entries, on_host, None, False, high))
 
 
 def _check_entries(have: int, need: int, argument: str) -> None:

@@ -11,8 +11,9 @@ from typing import Any
 from cupyinfer.attention.call_errors import checked_call, misfit, options_of
 from cupyinfer.attention.decode import decode_request
 from cupyinfer.attention.options import check_kv_layout
-from cupyinfer.attention.plan import AttentionRequest, Plan, plan_attention
+from cupyinfer.attention.plan import Plan, plan_attention
 from cupyinfer.attention.prefill import paged_prefill_request, ragged_prefill_request
+from cupyinfer.attention.request import AttentionRequest
 from cupyinfer.attention.run_arrays import cache_views
 from cupyinfer.attention.workspaces import Workspaces, check_backend
 from cupyinfer.backends.device import current_device, has_gpu, read_profile

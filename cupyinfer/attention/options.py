@@ -175,6 +175,11 @@ class AttentionOptions:
         """What the launch backends keep for these options: by backend, rows and keys per tile, custom mask and device."""
         return {}
 
+    @cached_property
+    def checked_arrays(self) -> dict[tuple[str, str, int], Any]:
+        """What the last run of these options brought, by layout of the cache and device; see `ArrayChecker`."""
+        return {}
+
     def variant(self, cta_tile_q: int, custom_mask: bool, backend: str = "fa2", kv_tile: int | None = None) -> AttentionVariant:
         """The kernel that serves this; `kv_tile` is for fa3."""
         return AttentionVariant(

@@ -3,15 +3,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from cupyinfer.attention.backend_choice import choose_backend
-from cupyinfer.attention.metadata import NO_PAGES, NO_VALUES, PageTable, PlanValues
+from cupyinfer.attention.metadata import NO_VALUES
 from cupyinfer.attention.options import FLOAT32_MAX, AttentionOptions, check_float32, check_positive
+from cupyinfer.attention.request import AttentionRequest
 from cupyinfer.attention.run_arrays import ArrayChecker, PlanMemories, PlanMemory, num_bytes
 from cupyinfer.attention.user_arguments import UserValues
 from cupyinfer.attention.workspaces import Workspaces
@@ -20,81 +20,19 @@ from cupyinfer.backends.device import read_profile
 from cupyinfer.backends.fa2 import Fa2Kernel, Fa2Launcher, PlanAddresses
 from cupyinfer.backends.fa3 import Fa3Kernel, Fa3Launcher
 from cupyinfer.backends.host_launcher import HostLauncher
-from cupyinfer.backends.params import division_multiplier
+from cupyinfer.backends.params import divisor
 from cupyinfer.errors import ArgumentError, BackendUnavailable, StateError
 from cupyinfer.interop import CPU_DEVICE, ArrayView, Device, as_view, current_stream_state, hand_back, release_after_work, use_device
-from cupyinfer.schedule.capacity import BatchLimits
-from cupyinfer.schedule.geometry import BatchGeometry, check_flag
+from cupyinfer.schedule.geometry import check_flag
 from cupyinfer.schedule.plan_info import PlanInfo
-from cupyinfer.schedule.planner import PlanDraft, draft_plan
+from cupyinfer.schedule.planner import PlanDraft
 from cupyinfer.schedule.profile import HOST_PROFILE, DeviceProfile
-from cupyinfer.schedule.tiles import FA3_ARCH
 
 #: Fields of a plan that a captured run holds.
 _CAPTURED = (
     "num_ctas", "cta_tile_q", "kv_tile", "tiles_offset", "cta_work_offset", "merge_groups_offset", "page_indices_offset",
     "values_offset", "partial_o_offset", "partial_lse_offset",
 )  # fmt: skip
-
-
-@dataclass(eq=False, slots=True)
-class AttentionRequest:
-    """A batch and everything a plan needs to know of it, made for one plan and completed by who plans.
-
-    Attributes:
-        options: heads, widths, element types and the rules of the logits.
-        geometry: the batch.
-        pages: its page table.
-        values: per-head values and masks.
-        kv_layout: "NHD" or "HND".
-        graph_limits: plan for CUDA graphs within these limits, or None.
-        graph_pages: page-table entries the int workspace holds under CUDA graphs, or None.
-        graph_launch: what a captured run of the first plan for CUDA graphs holds, which this one may not change; filled in by the first.
-        backend: what the caller asked for.
-        causal: what the caller said, though a custom mask takes its place.
-        kv_names: what errors of a run call K and V; None for the names of `options`.
-    """
-
-    options: AttentionOptions
-    geometry: BatchGeometry
-    pages: PageTable = NO_PAGES
-    values: PlanValues = NO_VALUES
-    kv_layout: str = "NHD"
-    graph_limits: BatchLimits | None = None
-    graph_pages: int | None = None
-    graph_launch: dict[str, Any] = field(default_factory=dict)
-    backend: str = "auto"
-    causal: bool = False
-    kv_names: tuple[str, str] | None = None
-
-    def draft(self, profile: DeviceProfile) -> PlanDraft:
-        """Schedule the batch for a GPU; touches no device.
-
-        Raises:
-            ArgumentError: the batch exceeds the limits of its CUDA graph.
-            UnsupportedError: the backend asked for cannot do this.
-        """
-        num_pages = self.pages.num_entries if self.pages.in_workspace else None
-        if self.graph_limits is not None and num_pages is not None and self.graph_pages is not None:
-            if num_pages > self.graph_pages:
-                raise ArgumentError(f"batch: refers to {num_pages} pages, this object's CUDA graph holds at most {self.graph_pages}")
-            num_pages = self.graph_pages
-        shape = self.options.shape
-        fa3_is_able = not self.options.decode and profile.arch == FA3_ARCH
-        fp8_needs_gpu = self.options.fp8_queries and profile is not HOST_PROFILE
-        if self.backend == "fa3" or (self.backend == "auto" and fa3_is_able) or fp8_needs_gpu:
-            tile_q = shape.tile_q(self.geometry, self.graph_limits)
-            if choose_backend(self.backend, self.options, profile.arch, self.values.mask_begin is not None, tile_q) == "fa3":
-                shape = self.options.fa3_shape
-        return draft_plan(
-            self.geometry,
-            shape,
-            profile,
-            num_page_indices=num_pages,
-            value_bytes=self.values.num_bytes,
-            mask_begin=self.values.mask_begin,
-            graph_limits=self.graph_limits,
-        )
 
 
 class Plan:
@@ -157,6 +95,16 @@ class Plan:
         with use_device(self.device.index):
             return self._run(q, k, v, out, lse, return_lse, scales, user)
 
+    def run_again(self, q: Any, k: Any, v: Any, out: Any) -> bool:
+        """Run on arrays of CuPy that are laid out as in a run before; False, and nothing done, for any others."""
+        found = self._checker.addresses_again(q, k, v, out)
+        if found is None:
+            return False
+        assert isinstance(self._launcher, Fa2Launcher), "no arrays of CuPy fit a plan of the host"
+        with use_device(self.device.index):
+            self._launcher.launch_at(*found, self._plain_scales)
+        return True
+
     def run_single(self, like: Any, q: ArrayView, k: ArrayView, v: ArrayView, out: Any, lse: Any, scales: dict[str, Any]) -> Any:
         """Run on one query token whose outputs lack the token dimension, and hand them back as the array type of `like`."""
         output = as_view(out, "out")
@@ -176,6 +124,8 @@ class Plan:
             self._check_others(arrays, scales, user)
         if user is None:
             self._launcher.launch(arrays, scales)
+            if not made_out:
+                self._checker.remember(arrays)
         else:
             assert isinstance(self._launcher, Fa2Launcher), "variants are planned for GPUs only"
             self._launcher.launch(arrays, scales, user.packed)
@@ -234,7 +184,7 @@ def _read_in_place(request: AttentionRequest) -> tuple[PlanMemory, ...]:
     views = dict(request.values.device)
     if request.pages.on_device is not None and not request.pages.copied:
         views["indices" if request.options.decode else "paged_kv_indices"] = request.pages.on_device
-    return tuple(PlanMemory(view.ptr, view.ptr + num_bytes(view), name) for name, view in views.items())
+    return tuple((view.ptr, view.ptr + num_bytes(view), name) for name, view in views.items())
 
 
 def plan_attention(request: AttentionRequest, workspaces: Workspaces, profile: DeviceProfile | None = None) -> Plan:
@@ -349,9 +299,9 @@ def _planned_kernel(
             "num_kv_heads": options.num_kv_heads,
             "group_size": group_size,
             "page_size": options.page_size,
-            "by_group_size": division_multiplier(group_size),
-            "by_num_kv_heads": division_multiplier(options.num_kv_heads),
-            "by_page_size": division_multiplier(options.page_size),
+            "by_group_size": divisor(group_size),
+            "by_num_kv_heads": divisor(options.num_kv_heads),
+            "by_page_size": divisor(options.page_size),
             "causal": options.causal,
             "window_left": options.window_left,
             "logits_soft_cap": options.logits_soft_cap,
@@ -382,10 +332,11 @@ def _plan_on_gpu(
     )
     per_head = {} if values is NO_VALUES else values.addresses(ints + info.values_offset)
     make = Fa3Launcher if isinstance(kernel, Fa3Kernel) else Fa2Launcher
-    steps = draft.counts.num_tiles, info.unit_step
+    num_entries = request.pages.num_entries
+    steps = draft.counts.num_tiles, info.unit_step, num_entries, num_entries // max(1, info.num_tiles)
     launcher = make(kernel, addresses, steps, per_head, info.num_ctas, (workspaces, request.pages, values))  # type: ignore[arg-type]
     if info.int_bytes:
-        launcher.upload(lambda block: _fill(request, draft, info, block), info.int_bytes, ints, stream)
+        launcher.upload(partial(_fill, request, draft, info), info.int_bytes, ints, stream)
     if pages is not None and copied:
         launcher.copy(pages.ptr, 4 * request.pages.num_entries, addresses.page_indices)
     return Plan(request, info, backend, device, launcher, workspaces.memory(info))

@@ -10,8 +10,9 @@ from typing import Any
 from cupyinfer.attention.call_errors import checked_call, options_of
 from cupyinfer.attention.decode import decode_request
 from cupyinfer.attention.options import check_kv_layout
-from cupyinfer.attention.plan import AttentionRequest, plan_attention
+from cupyinfer.attention.plan import plan_attention
 from cupyinfer.attention.prefill import ragged_prefill_request
+from cupyinfer.attention.request import AttentionRequest
 from cupyinfer.attention.workspaces import Workspaces
 from cupyinfer.backends.device import read_profile
 from cupyinfer.dtypes import FP8_QUERY_TYPE, FP8_TYPES, HALF_TYPES, canonical_dtype

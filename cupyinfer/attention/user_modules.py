@@ -9,7 +9,8 @@ from typing import Any
 from cupyinfer.attention.call_errors import checked_call
 from cupyinfer.attention.modules import AttentionModule, get_batch_decode_module, get_batch_prefill_module
 from cupyinfer.attention.options import with_user_variant
-from cupyinfer.attention.plan import AttentionRequest, Plan
+from cupyinfer.attention.plan import Plan
+from cupyinfer.attention.request import AttentionRequest
 from cupyinfer.attention.user_arguments import user_values
 from cupyinfer.backends.device import has_gpu
 from cupyinfer.errors import ArgumentError, ArgumentTypeError, BackendUnavailable, UnsupportedError

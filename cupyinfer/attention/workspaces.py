@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cupyinfer.attention.run_arrays import PlanMemories, PlanMemory
+from cupyinfer.attention.run_arrays import PlanMemories
 from cupyinfer.backends.device import current_device, has_gpu
 from cupyinfer.errors import ArgumentError, WorkspaceError
 from cupyinfer.interop import CPU_DEVICE, Device, as_view, cuda_device, cupy_array, numpy_array, require_writable
@@ -58,20 +58,22 @@ class Workspaces:
             raise WorkspaceError(f"workspace buffers: lie on {self.device}, backend {backend!r} needs them on {kind}")
 
     def allocators(self, draft: PlanDraft) -> tuple[AlignedAllocator, AlignedAllocator]:
-        """Allocators that place into the buffers.
+        """Allocators that place into the buffers, with nothing allocated: the same ones every time.
 
         Raises:
             WorkspaceError: bytes are needed of a buffer that was not given.
         """
         if self.float_bytes is None or self.int_bytes is None:
             self._check_given(draft.size)
-        floats, ints = self._allocators
-        return floats.emptied(), ints.emptied()
+        floats, ints = allocators = self._allocators
+        floats.clear()
+        ints.clear()
+        return allocators
 
     def memory(self, info: PlanInfo) -> PlanMemories:
         """The parts of the buffers that a plan uses."""
         floats, ints = self.float_address, self.int_address
-        return PlanMemory(floats, floats + info.float_bytes, _FLOAT_NAME), PlanMemory(ints, ints + info.int_bytes, _INT_NAME)
+        return (floats, floats + info.float_bytes, _FLOAT_NAME), (ints, ints + info.int_bytes, _INT_NAME)
 
     def _check_given(self, size: WorkspaceSize) -> None:
         for name, buffer, needed in ((_FLOAT_NAME, self.float_bytes, size.float_bytes), (_INT_NAME, self.int_bytes, size.int_bytes)):

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 from cupyinfer.attention.call_errors import checked_call
 from cupyinfer.attention.metadata import NO_VALUES, PlanValues, alibi_slopes
 from cupyinfer.attention.options import AttentionOptions, check_float, check_kv_layout
-from cupyinfer.attention.plan import AttentionRequest, Plan, plan_attention
+from cupyinfer.attention.plan import Plan, plan_attention
+from cupyinfer.attention.request import AttentionRequest
 from cupyinfer.attention.workspaces import Workspaces, check_backend
 from cupyinfer.backends.device import current_device, read_profile
 from cupyinfer.errors import ArgumentError, StateError
@@ -199,6 +200,13 @@ class BatchAttentionWrapper:
             _check_same_values(graph.values, request.values.places())
         request.graph_limits, request.graph_pages, request.graph_launch = graph.limits, graph.num_pages, graph.launch
         return graph
+
+    def _runs_again(self, q: Any, cache: Any, out: Any, return_lse: Any) -> bool:
+        """Run on these arrays alone if they are laid out as in a run of this plan before, as most are; False, and nothing done, if not."""
+        plan = self._plan
+        if plan is None or out is None or return_lse is not False or type(cache) not in (tuple, list) or len(cache) != 2:
+            return False
+        return plan.run_again(q, cache[0], cache[1], out)
 
     def _planned(self) -> Plan:
         if self._plan is None:

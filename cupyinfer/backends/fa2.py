@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import struct
 import threading
 from collections.abc import Callable
@@ -25,14 +26,18 @@ _ARRAYS = struct.Struct("<5Q")
 _STRIDES = struct.Struct("<10q")
 #: What changes from plan to plan: where the plan's records, page table and partial results lie.
 _PLANNED = struct.Struct("<6Q")
-#: And how many tile records there are, and how to get from unit to unit.
-_STEPS = struct.Struct("<2i")
+#: And how many tile records there are, how to get from unit to unit, and the entries of the page table: all, and per tile.
+_STEPS = struct.Struct("<4i")
 _CODES = {"u8": "Q", "i8": "q", "i4": "i", "f4": "f"}
 #: How to write one field of the record, and where.
 _FIELDS = {
     name: (struct.Struct("<" + _CODES[f"{dtype.kind}{dtype.itemsize}"]).pack_into, offset)
     for name, (dtype, offset, *_) in (ATTENTION_PARAMS.fields or {}).items()
 }
+#: Per-head values and masks that a plan may bring.
+_VALUES = ("alibi_slopes", "sinks", "mask")
+#: Tells launchers apart, from 1 on: addresses of objects are used again.
+_numbers = itertools.count(1)
 _STRIDES_OFFSET, _PLANNED_OFFSET, _STEPS_OFFSET = (_FIELDS[name][1] for name in ("q_stride_token", "tiles", "max_tiles"))
 
 
@@ -74,13 +79,42 @@ class Fa2Kernel:
         for name, value in {**fields, "sm_scale": scales.sm_scale, "v_scale_tensor": 1.0}.items():
             base[name] = value
         user_bytes = 0 if variant.user is None else struct.calcsize(variant.user.struct_format)
-        self._record = record.tobytes() + bytes(user_bytes)
-        self._record_type = ctypes.c_char * len(self._record)
+        parameters = record.tobytes() + bytes(user_bytes)
+        memory = (ctypes.c_char * len(parameters)).from_buffer_copy(parameters)
+        #: The parameters of every launch of this kernel. The driver copies them, so the next launch may change them.
+        self.record = memoryview(memory).cast("B")
+        self.launch = self.kernel.prepared(32 * self.config.num_warps, self.config.smem_bytes, ctypes.addressof(memory))
+        #: Held while the record is written and launched. What it holds besides the options: whose plan, and strides and scales of a run.
+        self.lock = threading.Lock()
+        self.planned_by = 0
+        self.strides: tuple[int, ...] | None = None
+        self.run_scales: RunScales | None = scales
 
-    def new_record(self) -> tuple[memoryview, int]:
-        """A copy of the parameters to complete: its bytes, which keep it alive, and its address."""
-        record = self._record_type.from_buffer_copy(self._record)
-        return memoryview(record).cast("B"), ctypes.addressof(record)
+    def set_field(self, name: str, value: Any) -> None:
+        """Write one field of AttentionParams."""
+        pack_into, offset = _FIELDS[name]
+        pack_into(self.record, offset, value)
+
+    def set_scales(self, scales: RunScales) -> None:
+        """Write the factors of a run."""
+        self.run_scales = None  # until all of them are written
+        sm_scale, k_scale, v_scale, q_scale = scales
+        self.set_field("q_scale", 0 if q_scale is None else q_scale.ptr)
+        if isinstance(k_scale, ArrayView):
+            self.set_field("k_scale", k_scale.ptr)
+        else:
+            self.set_field("k_scale", 0)
+            sm_scale *= k_scale
+        # float32 first: a number beyond its range becomes infinite, which packing refuses.
+        self.set_field("sm_scale", np.float32(sm_scale))
+        if isinstance(v_scale, ArrayView):
+            self.set_field("v_scale", v_scale.ptr)
+            self.set_field("v_scale_tensor", 1.0)
+        else:
+            self.set_field("v_scale", 0)
+            self.set_field("v_scale_tensor", np.float32(v_scale))
+        # Arrays of scales are the caller's, not to be kept alive from run to run.
+        self.run_scales = None if any(isinstance(scale, ArrayView) for scale in scales[1:]) else scales
 
 
 class Fa2Launcher:
@@ -89,31 +123,30 @@ class Fa2Launcher:
     Args:
         kernel: what to launch.
         addresses: where the plan lies.
-        steps: tile records there is room for, and what leads from one unit of a share to the next.
+        steps: tile records there is room for, what leads from one unit of a share to the next, entries of the page table, and how many
+            of them a tile has where all have equally many.
         values: addresses of per-head values and masks, by the name of their AttentionParams field.
         num_ctas: CTAs of the launch.
         held: kept alive as long as this launcher: what the addresses point to.
     """
 
     def __init__(
-        self, kernel: Fa2Kernel, addresses: PlanAddresses, steps: tuple[int, int], values: dict[str, int], num_ctas: int, held: object
+        self,
+        kernel: Fa2Kernel,
+        addresses: PlanAddresses,
+        steps: tuple[int, int, int, int],
+        values: dict[str, int],
+        num_ctas: int,
+        held: object,
     ) -> None:
         self.device_id = kernel.device_id
         self._kernel = kernel
-        self._bytes, record = kernel.new_record()
-        _PLANNED.pack_into(self._bytes, _PLANNED_OFFSET, *addresses)
-        _STEPS.pack_into(self._bytes, _STEPS_OFFSET, *steps)
-        for name, value in values.items():
-            self._set(name, value)
-        self._lock = threading.Lock()
+        self._planned = addresses, steps, values
+        self._number = next(_numbers)
         self._num_ctas = num_ctas
-        self._launch = kernel.kernel.prepared(num_ctas, 32 * kernel.config.num_warps, kernel.config.smem_bytes, record)
         self._held = held
         self._uploaded: Any = None
         self._uploaded_on = 0
-        # What the record holds of the last run.
-        self._strides: tuple[int, ...] | None = None
-        self._scales: RunScales | None = kernel.scales
 
     def upload(self, fill: Callable[[npt.NDArray[np.uint8]], None], num_bytes: int, destination: int, stream: int) -> None:
         """Queue the copy of a plan's records to the int workspace, on the stream of that handle."""
@@ -139,6 +172,19 @@ class Fa2Launcher:
             scales: its factors.
             user_values: the parameters of a user variant as its `struct_format` lays them out.
         """
+        q, k, v, o, lse, strides, _ = arrays
+        addresses = q.ptr, k.ptr, v.ptr, o.ptr, 0 if lse is None else lse.ptr
+        self.launch_at(addresses, (q.shape, k.shape, v.shape, o.shape), strides, scales, user_values)
+
+    def launch_at(
+        self,
+        addresses: tuple[int, ...],
+        shapes: tuple[tuple[int, ...], ...],
+        strides: tuple[int, ...],
+        scales: RunScales,
+        user_values: bytes | None = None,
+    ) -> None:
+        """As `launch`, by the addresses of q, k, v, o and lse (0: none), the shapes of the first four, and strides as in RunArrays."""
         if not self._num_ctas:
             return
         stream = current_stream_ptr(self.device_id)
@@ -146,41 +192,31 @@ class Fa2Launcher:
             import cupy
 
             cupy.cuda.get_current_stream(self.device_id).wait_event(self._uploaded)
-        q, k, v, o, lse, strides, _ = arrays
-        with self._lock:
-            _ARRAYS.pack_into(self._bytes, 0, q.ptr, k.ptr, v.ptr, o.ptr, 0 if lse is None else lse.ptr)
-            if strides is not self._strides:
-                _STRIDES.pack_into(self._bytes, _STRIDES_OFFSET, *strides)
-                self._strides = strides
-            if scales is not self._scales:
-                self._set_scales(scales)
+        kernel = self._kernel
+        record = kernel.record
+        with kernel.lock:
+            _ARRAYS.pack_into(record, 0, *addresses)
+            if kernel.planned_by != self._number:
+                self._set_plan()
+            if strides is not kernel.strides:
+                _STRIDES.pack_into(record, _STRIDES_OFFSET, *strides)
+                kernel.strides = strides
+            if scales is not kernel.run_scales:
+                kernel.set_scales(scales)
             if user_values is not None:
-                self._bytes[ATTENTION_PARAMS.itemsize :] = user_values
-            self._set_maps(arrays)
-            self._launch(stream)
+                record[ATTENTION_PARAMS.itemsize :] = user_values
+            self._set_maps(addresses, shapes, strides)
+            kernel.launch(self._num_ctas, stream)
 
-    def _set_maps(self, arrays: RunArrays) -> None:
+    def _set_plan(self) -> None:
+        """Write what this plan's launches have in common over what another plan's had."""
+        kernel, (addresses, steps, values) = self._kernel, self._planned
+        kernel.planned_by = 0  # until all of it is written
+        _PLANNED.pack_into(kernel.record, _PLANNED_OFFSET, *addresses)
+        _STEPS.pack_into(kernel.record, _STEPS_OFFSET, *steps)
+        for name in _VALUES:
+            kernel.set_field(name, values.get(name, 0))
+        kernel.planned_by = self._number
+
+    def _set_maps(self, addresses: tuple[int, ...], shapes: tuple[tuple[int, ...], ...], strides: tuple[int, ...]) -> None:
         """Write what a kernel needs of the arrays besides addresses and strides; fa2 needs nothing."""
-
-    def _set_scales(self, scales: RunScales) -> None:
-        sm_scale, k_scale, v_scale, q_scale = scales
-        self._set("q_scale", 0 if q_scale is None else q_scale.ptr)
-        if isinstance(k_scale, ArrayView):
-            self._set("k_scale", k_scale.ptr)
-        else:
-            self._set("k_scale", 0)
-            sm_scale *= k_scale
-        # float32 first: a number beyond its range becomes infinite, which packing refuses.
-        self._set("sm_scale", np.float32(sm_scale))
-        if isinstance(v_scale, ArrayView):
-            self._set("v_scale", v_scale.ptr)
-            self._set("v_scale_tensor", 1.0)
-        else:
-            self._set("v_scale", 0)
-            self._set("v_scale_tensor", np.float32(v_scale))
-        # Arrays of scales are the caller's, not to be kept alive from run to run.
-        self._scales = None if any(isinstance(scale, ArrayView) for scale in scales[1:]) else scales
-
-    def _set(self, name: str, value: Any) -> None:
-        pack_into, offset = _FIELDS[name]
-        pack_into(self._bytes, offset, value)

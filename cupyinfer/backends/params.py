@@ -27,7 +27,7 @@ ATTENTION_PARAMS = np.dtype(
     + [(name, np.uint64) for name in _DIVISORS]
     + [(name, np.int32) for name in _INTS]
     + [(name, np.float32) for name in _FLOATS]
-    + [("max_tiles", np.int32), ("unit_step", np.int32)],
+    + [("max_tiles", np.int32), ("unit_step", np.int32), ("num_entries", np.int32), ("entries_per_tile", np.int32)],
     align=True,
 )
 
@@ -36,12 +36,13 @@ FA3_PARAMS = np.dtype(
     {
         "names": ["base", "box_rows", "num_pages", "q_boxes", "o_boxes", "k", "v", "q", "o"],
         "formats": [ATTENTION_PARAMS, np.int32, np.int32, np.int32, np.int32, "V128", "V128", "V128", "V128"],
-        "offsets": [0, 296, 300, 304, 308, 320, 448, 576, 704],
+        "offsets": [0, 304, 308, 312, 316, 320, 448, 576, 704],
         "itemsize": 832,
     }
 )
 
 
-def division_multiplier(divisor: int) -> int:
-    """What `divide` of params.cuh takes for a divisor of at least 1: ``ceil(2^64 / divisor)``, 0 for 1."""
-    return 0 if divisor == 1 else -(-(1 << 64) // divisor)
+def divisor(number: int) -> int:
+    """A divisor below 2^31 as `divide` of params.cuh takes it: ``ceil(2^(31 + l) / number)``, above it ``l = ceil(log2(number))``."""
+    shift = (number - 1).bit_length()
+    return shift << 32 | -(-(1 << (31 + shift)) // number)

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cupyinfer.attention.metadata import PageTable
-from cupyinfer.attention.plan import AttentionRequest
+from cupyinfer.attention.request import AttentionRequest
 from cupyinfer.cli.arguments import ModelShape
 from cupyinfer.errors import ArgumentError
 from cupyinfer.schedule.bounds import WorkspaceLimits

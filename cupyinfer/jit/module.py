@@ -54,9 +54,9 @@ class LoadedKernel:
         """
         self._function(grid, block, (params,), smem_bytes, stream)
 
-    def prepared(self, num_ctas: int, num_threads: int, smem_bytes: int, record: int) -> PreparedLaunch:
-        """The launch of a one-dimensional grid whose parameter record lies at that address of host memory."""
-        return PreparedLaunch((self._function.ptr, num_ctas, 1, 1, num_threads, 1, 1, smem_bytes), record, self.device_id)
+    def prepared(self, num_threads: int, smem_bytes: int, record: int) -> PreparedLaunch:
+        """Launches of one-dimensional grids whose parameter record lies at that address of host memory."""
+        return PreparedLaunch(self._function.ptr, num_threads, smem_bytes, record, self.device_id)
 
     def ctas_per_sm(self, threads: int, smem_bytes: int) -> int:
         """CTAs of that many threads and bytes of dynamic shared memory that one SM holds, as the driver computes it."""
@@ -77,24 +77,24 @@ def _launch_calls() -> tuple[Any, Any]:
 
 
 class PreparedLaunch:
-    """A launch whose every argument but the stream is known; the record is read anew at each call. The caller keeps it in place.
+    """A launch whose every argument but grid and stream is known; the record is read anew at each call. The caller keeps it in place.
 
     It goes straight to the driver. CuPy's launch packs its arguments anew each time: 4.4 us against 4.0, measured beside an H200.
     """
 
-    __slots__ = ("_address", "_arguments", "_device_id", "_error", "_fixed", "_launch")
+    __slots__ = ("_address", "_arguments", "_device_id", "_error", "_function", "_launch", "_num_threads", "_smem_bytes")
 
-    def __init__(self, fixed: tuple[int, ...], record: int, device_id: int) -> None:
+    def __init__(self, function: int, num_threads: int, smem_bytes: int, record: int, device_id: int) -> None:
         self._launch, self._error = _launch_calls()
-        self._fixed = fixed
+        self._function, self._num_threads, self._smem_bytes = function, num_threads, smem_bytes
         self._arguments = _Arguments(record)
         self._address = ctypes.addressof(self._arguments)
         self._device_id = device_id
 
-    def __call__(self, stream: int) -> None:
+    def __call__(self, num_ctas: int, stream: int) -> None:
         """Queue the kernel on the stream of that handle. Its device must be the current one."""
         try:
-            self._launch(*self._fixed, stream, self._address, 0)
+            self._launch(self._function, num_ctas, 1, 1, self._num_threads, 1, 1, self._smem_bytes, stream, self._address, 0)
         except self._error as error:
             if error.status != _INVALID_CONTEXT:
                 raise
@@ -102,7 +102,7 @@ class PreparedLaunch:
             from cupy.cuda import runtime
 
             runtime.setDevice(self._device_id)
-            self._launch(*self._fixed, stream, self._address, 0)
+            self._launch(self._function, num_ctas, 1, 1, self._num_threads, 1, 1, self._smem_bytes, stream, self._address, 0)
 
 
 def params_pointer(record: np.ndarray[Any, Any]) -> Any:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Integers for NumPy, at less than NumPy's usual price: consecutive ones and single ones kept between plans, ends of a range."""
+"""What planning does often, at less than the usual price: consecutive and single integers for NumPy, ends of a range, named tuples."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+#: Makes a named tuple of all its fields in half of the time that its constructor takes, which is a Python function around this one.
+tuple_new = tuple.__new__
 #: Longer sequences are made anew every time, so that one huge batch does not hold memory for ever.
 _MOST_KEPT = 1 << 16
 
@@ -49,3 +51,9 @@ def scalar(value: int) -> npt.NDArray[np.int64]:
 def ends(values: npt.NDArray[Any]) -> tuple[int, int]:
     """Least and largest of at least one integer. Finding where they are takes a quarter of the time of a reduction."""
     return values.item(values.argmin()), values.item(values.argmax())
+
+
+def most(values: npt.NDArray[Any]) -> int:
+    """Largest of at least one integer."""
+    largest: int = values.item(values.argmax())
+    return largest

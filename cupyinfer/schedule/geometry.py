@@ -11,11 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from cupyinfer.errors import ArgumentError, ArgumentTypeError
-from cupyinfer.schedule.counting import counting, ends, room_for, scalar
+from cupyinfer.schedule.counting import counting, ends, room_for, scalar, tuple_new
 
 Ints = npt.NDArray[np.int64]
 _INT32_MAX = 2**31 - 1
-_INT64, _UINT64 = np.dtype(np.int64), np.dtype(np.uint64)
+_INT32, _INT64, _UINT64 = np.dtype(np.int32), np.dtype(np.int64), np.dtype(np.uint64)
 #: Integers no further from zero than this: the difference of two times any page size is still within 64 bits.
 _NARROW = 2**31
 #: Keys of the longest request, and packed query rows: kernels count both in 32 bits, and may look one tile further.
@@ -77,6 +77,12 @@ def _ones(count: int) -> Ints:
     return ones
 
 
+@lru_cache(maxsize=256)
+def _one_query_each(batch: int) -> tuple[Ints, Ints]:
+    """Query tokens of each request of a decode batch, and the first one of each: parts of arrays that are kept anyway."""
+    return _ones(room_for(batch))[:batch], counting(batch)
+
+
 def check_int(value: Any, argument: str, low: int) -> int:
     """An integer of at least `low` that 32 bits hold; raise ArgumentTypeError or ArgumentError otherwise."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
@@ -134,6 +140,8 @@ def host_integers(values: Any, argument: str) -> Ints:
         ArgumentError: not one-dimensional, or an entry that no offset or length comes near.
     """
     if type(values) is np.ndarray:
+        if values.dtype == _INT32 and values.ndim == 1:
+            return values.astype(_INT64)
         array = values
     else:
         try:
@@ -219,7 +227,7 @@ def paged_kv_lengths(indptr: Ints, last_page_len: Ints, page_size: int, names: t
         _check_last_page_len(last_page_len, indptr[1:] - indptr[:-1], page_size, names[1])
         np.maximum(kv_len, scalar(0), out=kv_len)
         shortest, longest = max(0, shortest), max(0, longest)
-    lengths = KvLengths(kv_len, shortest, longest)
+    lengths = tuple_new(KvLengths, (kv_len, shortest, longest))
     if longest > MAX_KV_LEN or indptr.item(-1) > _INT32_MAX:
         _check_end(indptr, names[0])
         _check_kv_len(lengths, names[0])
@@ -244,7 +252,8 @@ def decode_geometry(indptr: Ints, last_page_len: Ints, page_size: int) -> BatchG
     """One query token per request over a paged cache. Arrays as for `paged_kv_lengths`."""
     kv_len, shortest, longest = paged_kv_lengths(indptr, last_page_len, page_size, ("indptr", "last_page_len"))
     batch = len(kv_len)
-    return BatchGeometry(_ones(room_for(batch))[:batch], kv_len, counting(batch), indptr[:-1], batch, indptr.item(-1), shortest, longest, 1)
+    qo_len, q_begin = _one_query_each(batch)
+    return tuple_new(BatchGeometry, (qo_len, kv_len, q_begin, indptr[:-1], batch, indptr.item(-1), shortest, longest, 1))
 
 
 def paged_prefill_geometry(qo_indptr: Ints, paged_kv_indptr: Ints, last_page_len: Ints, page_size: int) -> BatchGeometry:

@@ -3,11 +3,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
+from cupyinfer.errors import StateError
+from cupyinfer.schedule.counting import tuple_new
 from cupyinfer.schedule.partition import CTA_INTS, GROUP_INTS
 from cupyinfer.schedule.tiling import TILE_INTS
-from cupyinfer.workspace import AlignedAllocator, WorkspaceSize
+from cupyinfer.workspace import WORKSPACE_ALIGNMENT, AlignedAllocator, WorkspaceSize
+
+_TILE_BYTES, _CTA_BYTES, _GROUP_BYTES = 4 * TILE_INTS, 4 * CTA_INTS, 4 * GROUP_INTS
 
 
 class RegionCounts(NamedTuple):
@@ -57,24 +61,46 @@ class Region(NamedTuple):
 
 
 def lay_out(counts: RegionCounts, float_allocator: AlignedAllocator, int_allocator: AlignedAllocator) -> Offsets:
-    """Reserve every region, in order. Counting and placing allocators give the same offsets.
+    """Reserve every region, in order, from the beginning of both workspaces. Counting and placing allocators give the same offsets.
 
     Raises:
         WorkspaceError: a placing allocator's buffer is too small; the error names the region.
+        StateError: an allocator holds regions already.
     """
-    *in_ints, partial_o, partial_lse = _region_bytes(counts)
-    offsets = int_allocator.aligned_alloc_offsets(in_ints, _INT_REGIONS)
-    offsets += float_allocator.aligned_alloc_offsets((partial_o, partial_lse), _FLOAT_REGIONS)
-    return Offsets._make(offsets)
+    num_tiles, num_ctas, num_merge_groups, num_partial_rows, head_dim_vo, num_page_indices, value_bytes = counts
+    # Records are multiples of the alignment, and so are rows of partial results.
+    cta_work = _TILE_BYTES * num_tiles
+    merge_groups = cta_work + _CTA_BYTES * num_ctas
+    int_end = merge_groups + _GROUP_BYTES * num_merge_groups
+    page_indices = values = -1
+    if num_page_indices is not None:
+        page_indices = int_end
+        int_end += 4 * num_page_indices
+    if value_bytes is not None:
+        values = -(-int_end // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
+        int_end = values + value_bytes
+    partial_lse = 4 * head_dim_vo * num_partial_rows
+    if int_allocator.reserve(int_end) != 0:
+        _name_what_does_not_fit(counts, _INT_REGIONS, int_allocator)
+    if float_allocator.reserve(partial_lse + 4 * num_partial_rows) != 0:
+        _name_what_does_not_fit(counts, _FLOAT_REGIONS, float_allocator)
+    return tuple_new(Offsets, (0, cta_work, merge_groups, page_indices, values, 0, partial_lse))
+
+
+def _name_what_does_not_fit(counts: RegionCounts, regions: tuple[str, ...], allocator: AlignedAllocator) -> NoReturn:
+    for name, num_bytes in zip(Offsets._fields, _region_bytes(counts), strict=True):
+        if num_bytes is not None and name in regions:
+            allocator.aligned_alloc_offset(num_bytes, WORKSPACE_ALIGNMENT, name)
+    raise StateError(f"{allocator.name}: holds regions already, a plan begins where the workspace does")
 
 
 def _region_bytes(counts: RegionCounts) -> tuple[int | None, ...]:
     """Bytes of every region, in layout order, which is that of Offsets; None for an absent one."""
     num_tiles, num_ctas, num_merge_groups, num_partial_rows, head_dim_vo, num_page_indices, value_bytes = counts
     return (
-        4 * TILE_INTS * num_tiles,
-        4 * CTA_INTS * num_ctas,
-        4 * GROUP_INTS * num_merge_groups,
+        _TILE_BYTES * num_tiles,
+        _CTA_BYTES * num_ctas,
+        _GROUP_BYTES * num_merge_groups,
         None if num_page_indices is None else 4 * num_page_indices,
         value_bytes,
         4 * head_dim_vo * num_partial_rows,

@@ -6,7 +6,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from cupyinfer.schedule.counting import counting, ends, scalar
+from cupyinfer.schedule.counting import counting, most, scalar
+from cupyinfer.schedule.tiling import Tiles
 
 #: What a unit costs besides its iterations, in iterations: queries that arrive, the first softmax, the output. Before fa3
 #: joined its segments, both prefill kernels lost about 2.5 us per unit on an H200, and an iteration of 128 keys takes 1.7 us.
@@ -16,7 +17,7 @@ _UNEVEN_SECTIONS = 1.02
 
 
 def order_tiles(
-    tiles: npt.NDArray[np.int32], iterations: npt.NDArray[np.int64], num_kv_heads: int, grid: int, keys_in_l2: int
+    tiles: Tiles, iterations: npt.NDArray[np.int64], longest: int, total: int, num_kv_heads: int, grid: int, keys_in_l2: int
 ) -> tuple[npt.NDArray[np.int64], float]:
     """The order for unequal tiles, and the time of its busiest CTA when whole units are dealt out to `grid` CTAs.
 
@@ -25,25 +26,29 @@ def order_tiles(
     shortest first, the last one longest first: neighbouring waves stay alike, as the turning deal of units needs, and the end is short.
 
     Args:
-        tiles: int32 [num_tiles, 12] of `make_tiles`, request by request.
+        tiles: what `make_tiles` returned.
         iterations: [num_tiles] iterations of each tile's units.
+        longest: most of them.
+        total: all of them together.
         num_kv_heads: units per tile.
         grid: CTAs.
         keys_in_l2: keys of a section, of all heads.
     """
-    longest = ends(iterations)[1]
     shortness = scalar(longest) - iterations
-    longest_first = _stable_order(shortness, longest)
-    time = busiest_time(iterations.take(longest_first), num_kv_heads, grid)
     section = _sections(tiles, keys_in_l2)
     last = section.item(-1)
-    if last == 0:
-        return longest_first, time
-    key = np.where((scalar(last) - section) & scalar(1), iterations, shortness)
-    key += section * scalar(longest + 1)
-    by_section = _stable_order(key, (last + 1) * (longest + 1))
-    section_time = busiest_time(iterations.take(by_section), num_kv_heads, grid)
-    return (by_section, section_time) if section_time <= _UNEVEN_SECTIONS * time else (longest_first, time)
+    by_section, section_time = None, 0.0
+    if last:
+        key = np.where((scalar(last) - section) & scalar(1), iterations, shortness)
+        key += section * scalar(longest + 1)
+        by_section = _stable_order(key, (last + 1) * (longest + 1))
+        section_time = busiest_time(iterations.take(by_section), num_kv_heads, grid)
+        # Where sections are nearly as even as anything can be, the other order cannot beat them.
+        if section_time <= _UNEVEN_SECTIONS * least_time(total, len(iterations), num_kv_heads, grid):
+            return by_section, section_time
+    longest_first = _stable_order(shortness, longest)
+    time = busiest_time(iterations.take(longest_first), num_kv_heads, grid)
+    return (longest_first, time) if by_section is None or section_time > _UNEVEN_SECTIONS * time else (by_section, section_time)
 
 
 def _stable_order(key: npt.NDArray[np.int64], largest: int) -> npt.NDArray[np.int64]:
@@ -51,20 +56,14 @@ def _stable_order(key: npt.NDArray[np.int64], largest: int) -> npt.NDArray[np.in
     return (key.astype(np.uint16) if largest < 1 << 16 else key).argsort(kind="stable")
 
 
-def _sections(tiles: npt.NDArray[np.int32], keys_in_l2: int) -> npt.NDArray[np.int64]:
-    """Section of each tile, counted from 0 without gaps."""
-    request = tiles[:, 0]
-    last = (request[1:] != request[:-1]).nonzero()[0]  # the last tile of every request but the last one
-    begin = np.empty(len(last) + 2, np.int64)
-    begin[0], begin[-1] = 0, len(tiles)
-    np.add(last, scalar(1), out=begin[1:-1])
-    kv_len = tiles[:, 6].take(begin[:-1])
-    share = np.add.accumulate(kv_len, dtype=np.int64)
-    share -= kv_len
+def _sections(tiles: Tiles, keys_in_l2: int) -> npt.NDArray[np.int64]:
+    """Section of each tile, counted from 0 without gaps. Requests without tiles have no keys in it."""
+    share = np.add.accumulate(tiles.request_keys)
+    share -= tiles.request_keys
     share //= scalar(max(1, keys_in_l2))
-    section = np.zeros(len(kv_len), np.int64)
+    section = np.zeros(len(share), np.int64)
     np.add.accumulate(share[1:] != share[:-1], dtype=np.int64, out=section[1:])
-    of_tile: npt.NDArray[np.int64] = section.repeat(begin[1:] - begin[:-1])
+    of_tile: npt.NDArray[np.int64] = section.take(tiles.request)
     return of_tile
 
 
@@ -72,16 +71,21 @@ def busiest_time(iterations: npt.NDArray[np.int64], num_kv_heads: int, grid: int
     """Time of the busiest CTA, in iterations, when units are dealt out in that order in waves that turn round."""
     num_units = len(iterations) * num_kv_heads
     num_waves = -(-num_units // grid)
-    waves = np.zeros((num_waves, grid), np.int64)
-    waves.reshape(-1)[:num_units].reshape(-1, num_kv_heads)[:] = iterations[:, None]
-    work = np.add.reduce(waves[::2])
-    if num_waves > 1:
-        work += np.add.reduce(waves[1::2])[::-1]
+    waves = np.empty(-(-num_waves // 2) * 2 * grid, np.int64)
+    waves[num_units:] = 0
+    waves[:num_units].reshape(-1, num_kv_heads)[:] = iterations[:, None]
+    of_both = np.add.reduce(waves.reshape(-1, 2 * grid))  # even waves, and odd ones
+    work = of_both[:grid] + of_both[: grid - 1 : -1]
     # Not all CTAs have a unit in the last wave.
     in_last = num_units - (num_waves - 1) * grid
     busy, idle = (work[:in_last], work[in_last:]) if num_waves % 2 else (work[grid - in_last :], work[: grid - in_last])
-    time = ends(busy)[1] + UNIT_COST * num_waves
-    return max(time, ends(idle)[1] + UNIT_COST * (num_waves - 1)) if len(idle) else time
+    time = most(busy) + UNIT_COST * num_waves
+    return max(time, most(idle) + UNIT_COST * (num_waves - 1)) if len(idle) else time
+
+
+def least_time(total: int, num_tiles: int, num_kv_heads: int, grid: int) -> float:
+    """What `busiest_time` is at least, in whatever order: the average of all CTAs."""
+    return (total + UNIT_COST * num_tiles) * num_kv_heads / grid
 
 
 def line_time(iterations: npt.NDArray[np.int64], tile_begin: npt.NDArray[np.int64], num_kv_heads: int, shares: int) -> float:
@@ -99,4 +103,4 @@ def line_time(iterations: npt.NDArray[np.int64], tile_begin: npt.NDArray[np.int6
     tile = tile_begin[1:].searchsorted(cuts, side="right")
     unit = (cuts - tile_begin.take(tile)) // iterations.take(tile, mode="clip")
     unit += tile * scalar(num_kv_heads)
-    return total / shares + UNIT_COST * (ends(unit[1:] - unit[:-1])[1] + 1)
+    return total / shares + UNIT_COST * (most(unit[1:] - unit[:-1]) + 1)

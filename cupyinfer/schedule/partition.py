@@ -187,8 +187,12 @@ def _cut(
     fields = np.empty((CTA_INTS - 2, shares + 1), np.int64)
     unit, inside, group, part = fields[0], fields[1], fields[3], fields[4]
     tile = tile_begin[1:].searchsorted(cuts, side="right")
-    np.divmod(cuts - tile_begin.take(tile), iterations.take(tile, mode="clip"), unit, inside)
-    unit += tile if num_kv_heads == 1 else tile * scalar(num_kv_heads)
+    if num_kv_heads == 1:
+        unit[:] = tile
+        np.subtract(cuts, tile_begin.take(tile), out=inside)
+    else:
+        np.divmod(cuts - tile_begin.take(tile), iterations.take(tile, mode="clip"), unit, inside)
+        unit += tile * scalar(num_kv_heads)
     np.subtract(cuts[1:], cuts[:-1], fields[2, :-1])
 
     # Part n of a unit begins at the n-th cut inside it: that many parts of its unit lie before a cut.

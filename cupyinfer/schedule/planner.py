@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from cupyinfer.errors import ArgumentError, WorkspaceError
 from cupyinfer.schedule.capacity import BatchLimits, capacity_counts
+from cupyinfer.schedule.counting import tuple_new
 from cupyinfer.schedule.geometry import MAX_KV_LEN, MAX_PACKED_ROWS, MAX_UNITS, BatchGeometry, check_flag, check_heads, store_ints
 from cupyinfer.schedule.layout import RegionCounts, lay_out, measure
 from cupyinfer.schedule.plan_info import DecodePlanInfo, PlanInfo, PrefillPlanInfo
@@ -32,6 +33,8 @@ from cupyinfer.schedule.tiles import (
 )
 from cupyinfer.schedule.tiling import KeySpan, Tiles, choose_tile_q, count_tiles, make_tiles, most_tiles, tile_q_for_rows
 from cupyinfer.workspace import AlignedAllocator, WorkspaceSize
+
+_INT32 = np.dtype(np.int32)
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,12 @@ class PlanShape:
         """Query heads per KV head."""
         return self.num_qo_heads // self.num_kv_heads
 
-    @property
+    @cached_property
+    def _decode_tile_q(self) -> int:
+        """Rows per tile of every decode batch."""
+        return 16 if self.group_size <= 16 else 64
+
+    @cached_property
     def invariant(self) -> bool:
         """True when a request's result must not depend on the rest of the batch."""
         return self.disable_split_kv or self.fixed_split_size is not None
@@ -137,6 +145,8 @@ class PlanShape:
 
     def tile_q(self, geometry: BatchGeometry, limits: BatchLimits | None = None) -> int:
         """Rows per tile for a batch, or for every batch within `limits`."""
+        if self.decode:
+            return self._decode_tile_q
         if limits is not None:
             return self.tile_q_of_limits(limits)
         if self.backend == "fa3":
@@ -149,7 +159,7 @@ class PlanShape:
             tokens, batch = limits.max_num_qo_tokens, limits.max_batch_size
             return fa3_tile_q(self.possible_tile_qs(), lambda tile_q: most_tiles(tokens, self.group_size, batch, tile_q))
         if self.decode:
-            return 16 if self.group_size <= 16 else 64
+            return self._decode_tile_q
         if self.invariant:
             return max_tile_q(self.head_dim_vo)
         rows = limits.max_num_qo_tokens * self.group_size
@@ -161,7 +171,7 @@ class PlanShape:
             tile_qs = fa3_tile_qs(self.head_dim_qk, self.head_dim_vo, self.page_size, self.transforms_logits, self.kv_itemsize)
             return tile_qs[-1:] if self.invariant else tile_qs
         if self.decode:
-            return (16,) if self.group_size <= 16 else (64,)
+            return (self._decode_tile_q,)
         if self.invariant:
             return (max_tile_q(self.head_dim_vo),)
         return tuple(sorted({16, 64, max_tile_q(self.head_dim_vo)}))
@@ -201,41 +211,43 @@ class PlanDraft(NamedTuple):
         geometry, (config, tiles, (cta_work, merge_groups, num_partial_rows), unit_step) = self.geometry, self.schedule
         kind = DecodePlanInfo if self.shape.decode else PrefillPlanInfo
         return kind.of_fields(
-            num_requests=geometry.batch_size,
-            num_qo_tokens=geometry.num_qo_tokens,
-            num_kv_entries=geometry.num_kv_entries,
-            num_ctas=len(cta_work),
-            cta_tile_q=config.cta_tile_q,
-            kv_tile=config.kv_tile,
-            num_tiles=len(tiles),
-            num_merge_groups=len(merge_groups),
-            num_partial_rows=num_partial_rows,
-            unit_step=unit_step,
-            cuda_graph=int(self.cuda_graph),
-            tiles_offset=tiles_at,
-            cta_work_offset=cta_work_at,
-            merge_groups_offset=groups_at,
-            page_indices_offset=pages_at,
-            values_offset=values_at,
-            partial_o_offset=partial_o_at,
-            partial_lse_offset=partial_lse_at,
-            float_bytes=float_allocator.num_allocated_bytes,
-            int_bytes=int_allocator.num_allocated_bytes,
+            {
+                "num_requests": geometry.batch_size,
+                "num_qo_tokens": geometry.num_qo_tokens,
+                "num_kv_entries": geometry.num_kv_entries,
+                "num_ctas": len(cta_work),
+                "cta_tile_q": config.cta_tile_q,
+                "kv_tile": config.kv_tile,
+                "num_tiles": len(tiles),
+                "num_merge_groups": len(merge_groups),
+                "num_partial_rows": num_partial_rows,
+                "unit_step": unit_step,
+                "cuda_graph": int(self.cuda_graph),
+                "tiles_offset": tiles_at,
+                "cta_work_offset": cta_work_at,
+                "merge_groups_offset": groups_at,
+                "page_indices_offset": pages_at,
+                "values_offset": values_at,
+                "partial_o_offset": partial_o_at,
+                "partial_lse_offset": partial_lse_at,
+                "float_bytes": float_allocator.num_allocated_bytes,
+                "int_bytes": int_allocator.num_allocated_bytes,
+            }
         )
 
     def write_records(self, info: PlanInfo, records: npt.NDArray[np.uint8]) -> None:
         """Fill the tile, CTA and merge-group regions of an int workspace, or of a staging copy of it."""
         _, tiles, (cta_work, merge_groups, _), _ = self.schedule
-        for offset, values in ((info.tiles_offset, tiles), (info.cta_work_offset, cta_work), (info.merge_groups_offset, merge_groups)):
-            if len(values):
-                np.ndarray(values.shape, np.int32, records, offset)[:] = values
+        np.ndarray(tiles.shape, _INT32, records, info.tiles_offset)[:] = tiles
+        np.ndarray(cta_work.shape, _INT32, records, info.cta_work_offset)[:] = cta_work
+        if len(merge_groups):
+            np.ndarray(merge_groups.shape, _INT32, records, info.merge_groups_offset)[:] = merge_groups
 
 
 def draft_plan(
     geometry: BatchGeometry,
     shape: PlanShape,
     profile: DeviceProfile,
-    *,
     num_page_indices: int | None = None,
     value_bytes: int | None = None,
     mask_begin: npt.NDArray[np.int64] | None = None,
@@ -267,8 +279,10 @@ def draft_plan(
         kv_tile = fa3_kv_tile(shape.kv_tiles(tile_q), tiles.keys, shape.kv_itemsize)
         if kv_tile != config.kv_tile:
             config, policy = shape.kernel(tile_q, profile, kv_tile)
-            tiles = make_tiles(geometry, shape.group_size, tile_q, kv_tile, shape.span, mask_begin)
-    _check_units(tiles, shape.num_kv_heads, policy.fixed_kv)
+            if shape.span.window_left >= 0:  # otherwise every tile begins with key 0, whatever an iteration is
+                tiles = make_tiles(geometry, shape.group_size, tile_q, kv_tile, shape.span, mask_begin)
+    if policy.fixed_kv is not None or len(tiles.records) * shape.num_kv_heads > MAX_UNITS:
+        _check_units(tiles, shape.num_kv_heads, policy.fixed_kv)
     keys_in_l2 = MAX_KV_LEN if tile_q == 16 else shape.keys_in_l2(profile)
     schedule = make_schedule(tiles, config, profile.num_sms, shape.num_kv_heads, policy, cuda_graph, keys_in_l2)
     if graph_limits is not None:
@@ -276,8 +290,9 @@ def draft_plan(
         _check_capacity(schedule, counts)
     else:
         _, records, (cta_work, merge_groups, rows), _ = schedule
-        counts = RegionCounts(len(records), len(cta_work), len(merge_groups), rows, shape.head_dim_vo, num_page_indices, value_bytes)
-    return PlanDraft(shape, geometry, schedule, counts, cuda_graph)
+        num_tiles, num_ctas, num_groups = len(records), len(cta_work), len(merge_groups)
+        counts = tuple_new(RegionCounts, (num_tiles, num_ctas, num_groups, rows, shape.head_dim_vo, num_page_indices, value_bytes))
+    return tuple_new(PlanDraft, (shape, geometry, schedule, counts, cuda_graph))
 
 
 def _check_units(tiles: Tiles, num_kv_heads: int, fixed_kv: int | None) -> None:

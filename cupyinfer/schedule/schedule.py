@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from cupyinfer.errors import ArgumentError, ArgumentTypeError
-from cupyinfer.schedule.counting import counting, scalar
+from cupyinfer.schedule.counting import counting, scalar, tuple_new
 from cupyinfer.schedule.geometry import MAX_KV_LEN
-from cupyinfer.schedule.order import busiest_time, line_time, order_tiles
+from cupyinfer.schedule.order import busiest_time, least_time, line_time, order_tiles
 from cupyinfer.schedule.partition import Partition, cut_line, cut_line_of_each_head, merge_groups_of, no_groups, whole_units_only
 from cupyinfer.schedule.tiles import TileConfig
 from cupyinfer.schedule.tiling import TILE_INTS, Tiles, key_iterations
@@ -149,9 +149,9 @@ def make_schedule(
         if config.cta_tile_q == 16:
             records, partition = _automatic(line, config, num_sms, num_kv_heads, policy.allowed, full_grid)
         else:
-            records, partition = _automatic_prefill(line, config, num_sms, num_kv_heads, policy.allowed, full_grid, keys_in_l2)
+            records, partition = _automatic_prefill(tiles, line, config, num_sms, num_kv_heads, policy.allowed, full_grid, keys_in_l2)
         if partition is not None:
-            return Schedule(config, records, partition, unit_step)
+            return tuple_new(Schedule, (config, records, partition, unit_step))
     num_units = len(records) * num_kv_heads
     num_ctas = min(num_units, grid)
     if config.cta_tile_q == 16 and equal and num_units:
@@ -159,7 +159,8 @@ def make_schedule(
         # neighbours then read the heads of one page at the same time.
         num_ctas = -(-num_units // -(-num_units // grid))
     cta_work = whole_units_only(grid if full_grid else num_ctas, num_units)
-    return Schedule(config, records, Partition(cta_work, merge_groups, num_partial_rows), unit_step)
+    partition = tuple_new(Partition, (cta_work, merge_groups, num_partial_rows))
+    return tuple_new(Schedule, (config, records, partition, unit_step))
 
 
 class _Line(NamedTuple):
@@ -180,7 +181,8 @@ class _Line(NamedTuple):
 
     def ordered(self, order: npt.NDArray[np.int64]) -> _Line:
         """The same tiles in another order."""
-        return self._replace(records=self.records.take(order, axis=0), iterations=self.iterations.take(order))
+        records, iterations, shortest, longest, uniform_rows = self
+        return _Line(records.take(order, axis=0), iterations.take(order), shortest, longest, uniform_rows)
 
     @property
     def num_rows(self) -> npt.NDArray[np.int32] | int:
@@ -245,6 +247,7 @@ def _shared(line: _Line, config: TileConfig, num_sms: int, num_kv_heads: int, fu
 
 
 def _automatic_prefill(
+    tiles: Tiles,
     line: _Line,
     config: TileConfig,
     num_sms: int,
@@ -258,21 +261,25 @@ def _automatic_prefill(
         return line.records, _shared(line, config, num_sms, num_kv_heads, full_grid) if may_split else None
     num_units = len(line.records) * num_kv_heads
     grid = num_sms * config.ctas_per_sm
-    order, time = order_tiles(line.records, line.iterations, num_kv_heads, grid, keys_in_l2)
+    total = int(np.add.reduce(line.iterations))
+    order, time = order_tiles(tiles, line.iterations, line.longest, total, num_kv_heads, grid, keys_in_l2)
     line = line.ordered(order)
     if may_split:
-        tile_begin = _tile_begin(line.iterations, num_kv_heads)
-        shares, shared_time = _shares_of_all(config, num_sms, 0, int(tile_begin[-1]))
+        shares, shared_time = _shares_of_all(config, num_sms, 0, total * num_kv_heads)
         whole_time = time * _crowding(num_units, num_sms, grid)
         if shares > 1 and whole_time > _SHARING_GAIN * _shared_time(shared_time):
+            tile_begin = _tile_begin(line.iterations, num_kv_heads)
             shared_time = line_time(line.iterations, tile_begin, num_kv_heads, shares) * _crowding(shares, num_sms, grid)
             if whole_time > _SHARING_GAIN * _shared_time(shared_time):
                 return line.records, line.cut(tile_begin, num_kv_heads, grid if full_grid else shares, 0, shares)
     num_ctas = grid
     if not full_grid:
         num_ctas = fewer = -(-num_units // -(-num_units // grid))
-        if num_units > grid > fewer and busiest_time(line.iterations, num_kv_heads, fewer) > _FEWER_CTAS * time:
-            num_ctas = grid
+        most_time = _FEWER_CTAS * time
+        if num_units > grid > fewer:
+            too_long = least_time(total, len(line.records), num_kv_heads, fewer) > most_time
+            if too_long or busiest_time(line.iterations, num_kv_heads, fewer) > most_time:
+                num_ctas = grid
     return line.records, Partition(whole_units_only(num_ctas, num_units), no_groups(), 0)
 
 

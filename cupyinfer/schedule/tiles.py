@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cupyinfer.errors import UnsupportedError
+from cupyinfer.schedule.counting import scalar
 
 #: Supported (head_dim_qk, head_dim_vo) pairs.
 HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
@@ -33,7 +34,7 @@ _STATIC_SMEM = 384
 #: consumers have 216 to 232 registers a thread, three 160: there a tile's output, logits and packed weights must find room, without a soft
 #: cap or ALiBi, and so there is no 192-row tile for wider 16-bit heads. Of keys the first choice is the most that also leaves two K/V
 #: stages room in 227 KB, a power of two where pages of any power of two would not fit otherwise (at head_dim 256 plain logits would leave
-#: room for 80 keys, capped ones not). A second choice has no registers for a soft cap or ALiBi.
+#: room for 80 keys, capped ones not). Further choices have no registers for a soft cap or ALiBi.
 _FA3_TILES: dict[tuple[int, int], dict[int, tuple[int, ...]]] = {
     (64, 64): {128: (128,), 192: (128,)},
     (128, 128): {128: (128, 160)},
@@ -42,14 +43,16 @@ _FA3_TILES: dict[tuple[int, int], dict[int, tuple[int, ...]]] = {
 }
 #: The same by bytes per element. fp8 packs four weights to a register, and its keys take half the room, but it has rings of values as copied
 #: and as turned, and a bank of outputs (fa3_fp8_bank.cuh): tiles are as large where those fill the room.
-FA3_TILES = {2: _FA3_TILES, 1: _FA3_TILES | {(128, 128): {128: (128, 192)}}}
+FA3_TILES = {2: _FA3_TILES, 1: _FA3_TILES | {(128, 128): {128: (128, 160, 192)}}}
 FA3_ARCH = "sm_90a"
 #: Times that tiles of 128 and 192 rows take for as many keys, in one unit. Measured on an H200 at head_dim 64: 418 and 503 TFLOP/s.
 _FA3_TILE_TIME = {128: 4, 192: 5}
 _FA3_STAGES = 2
-#: By bytes per element, time per key of a tile's first choice of keys relative to its second, where no tile holds padding. Measured on an
-#: H200 at head_dim 128.
-_FA3_LONG_TILE_GAIN = {2: 1.02, 1: 1.05}
+#: By bytes per element, times per key of tiles among which a batch chooses, where no tile holds padding. Measured on an H200 at head_dim
+#: 128: 628, 626 and 641 TFLOP/s with 128 keys of 16 bits, 629, 625 and 638 with 160 (full and causal attention of 16384, causal of 4 x
+#: 4096), and shorter rows 3% apart; of fp8 718, 747 and 703 with 128 keys, 806, 795 and 743 with 160, 855, 831 and 757 with 192, and causal
+#: attention of 16 x 1024 544, 545 and 535, padding included.
+_FA3_KEY_TIME = {2: {128: 0.98, 160: 1.0}, 1: {128: 1.05, 160: 1.03, 192: 1.0}}
 #: The copy engine's swizzle repeats every 8 rows, so that is the smallest box of a paged cache.
 FA3_LEAST_PAGE = 8
 
@@ -191,6 +194,8 @@ def fa3_tile_qs(head_dim_qk: int, head_dim_vo: int, page_size: int, transforms_l
 
 def fa3_tile_q(tile_qs: tuple[int, ...], num_tiles: Callable[[int], int]) -> int:
     """Whichever of `tile_qs` takes least time for a batch that makes `num_tiles(rows)` tiles: taller ones are faster, but pad more."""
+    if len(tile_qs) == 1:
+        return tile_qs[0]
     return min(reversed(tile_qs), key=lambda tile_q: num_tiles(tile_q) * _FA3_TILE_TIME[tile_q])
 
 
@@ -223,8 +228,8 @@ def fa3_tile_config(cta_tile_q: int, head_dim_qk: int, head_dim_vo: int, kv_tile
 
 
 def fa3_smem_bytes(cta_tile_q: int, kv_tile: int, num_stages: int, head_dim_qk: int, head_dim_vo: int, kv_itemsize: int = 2) -> int:
-    """Shared memory of an fa3 kernel: K/V ring (fp8: a second one of V), buffers of query rows that outputs leave from, records, and of
-    fp8 the bank of outputs."""
+    """Shared memory of an fa3 kernel: K/V ring (fp8: a second one of V, kCopyStages of fa3_layout.cuh), buffers of query rows that outputs
+    leave from, records, and of fp8 the bank of outputs."""
     fp8 = kv_itemsize == 1
     ring = num_stages * kv_tile * (head_dim_qk + head_dim_vo) * kv_itemsize
     if fp8:
@@ -263,7 +268,7 @@ def fa3_kv_tiles(
 
 
 def fa3_kv_tile(choices: tuple[int, ...], keys: npt.NDArray[np.integer], kv_itemsize: int = 2) -> int:
-    """Keys per tile for a batch: the second choice, which is faster per key, unless padding eats that up.
+    """Keys per tile for a batch: the choice whose tiles take less time, by what each takes per key and pads.
 
     Args:
         choices: of `fa3_kv_tiles`.
@@ -272,8 +277,15 @@ def fa3_kv_tile(choices: tuple[int, ...], keys: npt.NDArray[np.integer], kv_item
     """
     if len(choices) == 1:
         return choices[0]
-    first, second = (tile * int((-(-keys // tile)).sum(dtype=np.int64)) for tile in choices)
-    return choices[1] if second <= _FA3_LONG_TILE_GAIN[kv_itemsize] * first else choices[0]
+    times = _FA3_KEY_TIME[kv_itemsize]
+    return min(reversed(choices), key=lambda tile: times[tile] * _padded(keys, tile))
+
+
+def _padded(keys: npt.NDArray[np.integer], tile: int) -> int:
+    """All keys, those of each rounded up to whole tiles."""
+    num_tiles = keys + scalar(tile - 1)
+    num_tiles //= scalar(tile)
+    return tile * int(np.add.reduce(num_tiles))
 
 
 def max_tile_q(head_dim_vo: int) -> int:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from cupyinfer.schedule.counting import counting, ends, room_for, scalar
+from cupyinfer.schedule.counting import counting, ends, most, room_for, scalar, tuple_new
 from cupyinfer.schedule.geometry import BatchGeometry
 from cupyinfer.schedule.tiles import max_tile_q
 
@@ -28,12 +28,16 @@ class Tiles(NamedTuple):
     Attributes:
         records: int32 [num_tiles, 12], fields as TILE_FIELDS.
         keys: [num_tiles] keys each tile spans.
+        request: [num_tiles] request of each tile.
+        request_keys: [batch_size] keys of each request that has tiles, 0 for those without.
         shortest, longest: keys of the shortest and the longest one, 0 without tiles.
         uniform_rows: valid rows of every tile when all have as many by construction, else None.
     """
 
     records: npt.NDArray[np.int32]
     keys: npt.NDArray[np.int64]
+    request: npt.NDArray[np.int64]
+    request_keys: npt.NDArray[np.int64]
     shortest: int
     longest: int
     uniform_rows: int | None = None
@@ -63,7 +67,7 @@ def choose_tile_q(geometry: BatchGeometry, group_size: int, head_dim_vo: int, in
         return 16 if geometry.uniform_qo_len * group_size <= 16 else 64
     if invariant:
         return max_tile_q(head_dim_vo)
-    longest = (ends(geometry.qo_len)[1] if geometry.batch_size else 0) * group_size
+    longest = (most(geometry.qo_len) if geometry.batch_size else 0) * group_size
     return tile_q_for_rows(longest, geometry.num_qo_tokens * group_size, geometry.batch_size, head_dim_vo)
 
 
@@ -76,7 +80,10 @@ def tile_q_for_rows(longest: int, total: int, batch_size: int, head_dim_vo: int)
 
 def count_tiles(geometry: BatchGeometry, group_size: int, cta_tile_q: int) -> int:
     """Tiles of a batch."""
-    return int((-(-geometry.qo_len * group_size // cta_tile_q)).sum())
+    tiles = geometry.qo_len * scalar(group_size)
+    tiles += scalar(cta_tile_q - 1)
+    tiles //= scalar(cta_tile_q)
+    return int(np.add.reduce(tiles))
 
 
 def most_tiles(num_qo_tokens: int, group_size: int, batch_size: int, cta_tile_q: int) -> int:
@@ -106,56 +113,59 @@ def make_tiles(
         span: which keys a query may see.
         mask_begin: [batch_size] first byte of each request's packed mask, or None.
     """
+    each = geometry.uniform_qo_len
+    if each is not None and each * group_size <= cta_tile_q:
+        return _one_tile_each(geometry, each, group_size, kv_tile, span, mask_begin)
     batch = geometry.batch_size
-    if geometry.uniform_qo_len is not None and geometry.uniform_qo_len * group_size <= cta_tile_q:
-        return _one_tile_each(geometry, geometry.uniform_qo_len, group_size, kv_tile, span, mask_begin)
     tile_q, group = scalar(cta_tile_q), scalar(group_size)
     rows = geometry.qo_len * group
     per_request = rows + scalar(cta_tile_q - 1)
     per_request //= tile_q
-    end = np.add.accumulate(per_request)
+    first_tile = np.add.accumulate(per_request)
+    first_tile -= per_request
     request = counting(batch).repeat(per_request)
-    row_begin = counting(len(request)) - (end - per_request).take(request)
+    row_begin = counting(len(request)) - first_tile.take(request)
     row_begin *= tile_q
     num_rows = np.minimum(tile_q, rows.take(request) - row_begin)
-    records = np.empty((len(request), TILE_INTS), np.int32)
-    kv_len = geometry.kv_len.take(request)
-    qo_len = geometry.qo_len.take(request)
-    position = kv_len - qo_len
-    kv_end = keys = kv_len
+    request_keys = geometry.kv_len * np.minimum(per_request, scalar(1))
+    # What all tiles of a request have in common, and then what they differ in.
+    common = _tile_template(room_for(batch), 0, 0)[:batch].copy()
+    common[:, 1] = geometry.q_begin
+    common[:, 5] = geometry.kv_len
+    common[:, 6] = geometry.kv_len
+    common[:, 7] = geometry.kv_base
+    common[:, 8] = geometry.qo_len
+    if mask_begin is not None:
+        common[:, 11] = mask_begin
+    records = common.take(request, axis=0)
+    records[:, 2] = row_begin
+    records[:, 3] = num_rows
+    kv_end = keys = geometry.kv_len.take(request)
+    if not span.causal and span.window_left < 0:
+        return _measured(records, keys, request, request_keys, None)
+    position = (geometry.kv_len - geometry.qo_len).take(request)
     if span.causal:
         # One past the position of the tile's last row; a query before all keys sees none.
         seen = row_begin + num_rows
-        seen -= scalar(1)
+        seen += scalar(group_size - 1)
         seen //= group
         seen += position
-        seen += scalar(1)
-        kv_end = keys = np.minimum(np.maximum(seen, scalar(0), out=seen), kv_len, out=seen)
-    records[:, 4] = 0
+        kv_end = keys = np.minimum(np.maximum(seen, scalar(0), out=seen), kv_end, out=seen)
+        records[:, 5] = kv_end
     if span.window_left >= 0:
         kv_begin = _first_key(position + row_begin // group, kv_end, kv_tile, span.window_left)
         records[:, 4] = kv_begin
         keys = kv_end - kv_begin
-    records[:, 0] = request
-    records[:, 1] = geometry.q_begin.take(request)
-    records[:, 2] = row_begin
-    records[:, 3] = num_rows
-    records[:, 5] = kv_end
-    records[:, 6] = kv_len
-    records[:, 7] = geometry.kv_base.take(request)
-    records[:, 8] = qo_len
-    records[:, 9] = -1
-    records[:, 10] = 0
-    records[:, 11] = 0 if mask_begin is None else mask_begin[request]
-    return _measured(records, keys, None)
+    return _measured(records, keys, request, request_keys, None)
 
 
 def _one_tile_each(
     geometry: BatchGeometry, qo_len: int, group_size: int, kv_tile: int, span: KeySpan, mask_begin: npt.NDArray[np.int64] | None
 ) -> Tiles:
     """Tiles of requests that have one each, and as many queries: decode. Causal or not, the last query sees every key."""
-    records = _tile_template(room_for(geometry.batch_size), qo_len, group_size)[: geometry.batch_size].copy()
     kv_len = geometry.kv_len
+    batch = len(kv_len)
+    records = _tile_template(room_for(batch), qo_len, group_size)[:batch].copy()
     records[:, 5] = kv_len
     records[:, 6] = kv_len
     records[:, 7] = geometry.kv_base
@@ -163,15 +173,21 @@ def _one_tile_each(
         records[:, 11] = mask_begin
     rows = qo_len * group_size
     if span.window_left < 0:
-        return Tiles(records, kv_len, geometry.shortest_kv, geometry.longest_kv, rows)
+        return tuple_new(Tiles, (records, kv_len, geometry.q_begin, kv_len, geometry.shortest_kv, geometry.longest_kv, rows))
     kv_begin = _first_key(kv_len - qo_len, kv_len, kv_tile, span.window_left)
     records[:, 4] = kv_begin
-    return _measured(records, kv_len - kv_begin, rows)
+    return _measured(records, kv_len - kv_begin, counting(batch), kv_len, rows)
 
 
-def _measured(records: npt.NDArray[np.int32], keys: npt.NDArray[np.int64], uniform_rows: int | None) -> Tiles:
+def _measured(
+    records: npt.NDArray[np.int32],
+    keys: npt.NDArray[np.int64],
+    request: npt.NDArray[np.int64],
+    request_keys: npt.NDArray[np.int64],
+    uniform_rows: int | None,
+) -> Tiles:
     shortest, longest = ends(keys) if keys.size else (0, 0)
-    return Tiles(records, keys, shortest, longest, uniform_rows)
+    return Tiles(records, keys, request, request_keys, shortest, longest, uniform_rows)
 
 
 @lru_cache(maxsize=16)

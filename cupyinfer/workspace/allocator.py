@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import numbers
 import sys
-from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
@@ -70,11 +69,9 @@ class AlignedAllocator:
             check_alignment(buffer, name)
             self._capacity = int(buffer.nbytes)
 
-    def emptied(self) -> Self:
-        """An allocator over the same buffer, which is not checked again, with nothing allocated."""
-        fresh = object.__new__(type(self))
-        fresh.name, fresh._buffer, fresh._capacity, fresh._allocated = self.name, self._buffer, self._capacity, 0
-        return fresh
+    def clear(self) -> None:
+        """Give all regions back."""
+        self._allocated = 0
 
     @property
     def num_allocated_bytes(self) -> int:
@@ -110,28 +107,17 @@ class AlignedAllocator:
         self._allocated = end
         return offset
 
-    def aligned_alloc_offsets(self, sizes: Sequence[int | None], names: Sequence[str]) -> list[int]:
-        """Reserve region after region, each at the workspaces' alignment, and return their offsets; -1 for a size of None.
+    def reserve(self, size: int) -> int:
+        """Reserve so many bytes at the workspaces' alignment and return their offset; -1 where they do not fit, and nothing changes.
 
-        What `aligned_alloc_offset` does for one after the other, with errors and all, in a fraction of the time.
+        For sizes that are known to be Python ints and not negative: a third of the time of `aligned_alloc_offset`.
         """
-        end = self._allocated
-        offsets = []
-        for size in sizes:
-            if size is None:
-                offsets.append(-1)
-                continue
-            offset = (end + WORKSPACE_ALIGNMENT - 1) & -WORKSPACE_ALIGNMENT
-            end = offset + size
-            if size < 0 or end > self._capacity:
-                return self._one_by_one(sizes, names)
-            offsets.append(offset)
+        offset = (self._allocated + WORKSPACE_ALIGNMENT - 1) & -WORKSPACE_ALIGNMENT
+        end = offset + size
+        if end > self._capacity:
+            return -1
         self._allocated = end
-        return offsets
-
-    def _one_by_one(self, sizes: Sequence[int | None], names: Sequence[str]) -> list[int]:
-        regions = zip(sizes, names, strict=True)
-        return [-1 if size is None else self.aligned_alloc_offset(size, WORKSPACE_ALIGNMENT, name) for size, name in regions]
+        return offset
 
     def _check_alignment(self, alignment: int, name: str) -> None:
         if alignment < 1 or alignment & (alignment - 1):

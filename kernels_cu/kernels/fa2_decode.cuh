@@ -13,18 +13,15 @@ static_assert(kNumStages >= 3, "Two half-blocks are in flight while a third is w
 static_assert(kSmemBytes == kNumWarps * kNumStages * kSlotBytes + kJoinSlots * sizeof(JoinSpace) + (kQueryInSmem ? kQkSteps * 32 * sizeof(uint4) : 0),
               "decode_smem_bytes in schedule/tiles.py and this kernel must agree.");
 
-// Accumulate the outputs of one block: weights are rounded to the type of the matrix product.
-__device__ __forceinline__ void accumulate_values(WarpState& state, const float (&weights)[kKeyTiles][4], unsigned values, int lane) {
-  unsigned p[kBlockParts][4];
-#pragma unroll
-  for (int i = 0; i < 2 * kKeyTiles; ++i) p[i / 4][i % 4] = pack_pair<kMmaElement>(weights[i / 2][i % 2 * 2], weights[i / 2][i % 2 * 2 + 1]);
+// Accumulate the outputs of one block.
+__device__ __forceinline__ void accumulate_values(WarpState& state, const unsigned (&weights)[kBlockParts][4], unsigned values, int lane) {
   unsigned lane_rows = values + value_lane_offset(lane);
 #pragma unroll
   for (int group = 0; group < kOutputTiles / 2; ++group) {
     unsigned b[kBlockParts][2][2];
     load_values(lane_rows, group, b);
 #pragma unroll
-    for (int i = 0; i < 2 * kBlockParts; ++i) mma_m16n8k16(state.o[2 * group + i % 2], p[i / 2], b[i / 2][i % 2][0], b[i / 2][i % 2][1]);
+    for (int i = 0; i < 2 * kBlockParts; ++i) mma_m16n8k16(state.o[2 * group + i % 2], weights[i / 2], b[i / 2][i % 2][0], b[i / 2][i % 2][1]);
   }
 }
 
@@ -35,7 +32,7 @@ extern "C" __global__ void __launch_bounds__(kNumWarps * 32, 1) attention(const 
   int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
   unsigned ring = smem_address(smem) + warp * kNumStages * kSlotBytes;
   unsigned char* behind_rings = smem + kNumWarps * kNumStages * kSlotBytes;
-  JoinQueue queue = {reinterpret_cast<JoinSpace*>(behind_rings), records, smem_address(barriers), warp, lane, 0, -1, 0};
+  JoinQueue queue = {reinterpret_cast<JoinSpace*>(behind_rings), records, smem_address(barriers), warp, lane, 0, -1};
   uint4* query_space = reinterpret_cast<uint4*>(behind_rings + kJoinSlots * sizeof(JoinSpace));
   __shared__ float2 turns[kPosEncoding == PosEncoding::kRopeLlama ? kRopePairs : 1];
   if constexpr (kPosEncoding == PosEncoding::kRopeLlama) fill_rope_turns(params, turns);
@@ -44,7 +41,7 @@ extern "C" __global__ void __launch_bounds__(kNumWarps * 32, 1) attention(const 
   // Half-blocks, keys and values in turn: kNumStages - 1 of them are in flight while one is worked on.
   BlockLoader loader(params, warp, lane);
 #pragma unroll 1
-  for (int i = 0; i < kNumStages - 1; ++i) loader.load_half(params, i % 2 == 0, ring + i * kSlotBytes);
+  for (int i = -1; i < kNumStages - 1; ++i) loader.load_half<true>(params, i % 2 == 0, ring + i * kSlotBytes);
   __syncthreads();
 
   constexpr bool kKeysFollowKeys = kNumStages % 2 == 1;
@@ -59,24 +56,26 @@ extern "C" __global__ void __launch_bounds__(kNumWarps * 32, 1) attention(const 
     WarpState state;
     has_segment = cursor.next(params, tile, segment);
     if (has_segment) {
+      queue.begin(tile, segment);
       RowGroup rows(params, tile, segment, lane, query_space, turns);
       group = load_merge_group(params, segment);
       state.clear();
       for (int key = deal.first_key(segment, warp); key < segment.kv_end; key += kNumWarps * kBlockKeys) {
         float logits[kKeyTiles][4];
+        unsigned weights[kBlockParts][4];
         at.wait();
-        loader.load_half(params, kKeysFollowKeys, at.behind());
+        loader.load_half<false>(params, kKeysFollowKeys, at.behind());
         rows.multiply_keys(at.slot, key, lane, logits);
         rows.finish_logits(params, tile, key, lane, logits);
-        state.absorb(logits, tile.num_rows);
+        state.absorb(logits, rows.scale, tile.num_rows, weights);
         at.advance();
         at.wait();
-        loader.load_half(params, !kKeysFollowKeys, at.behind());
-        accumulate_values(state, logits, at.slot, lane);
+        loader.load_half<false>(params, !kKeysFollowKeys, at.behind());
+        accumulate_values(state, weights, at.slot, lane);
         at.advance();
       }
       state.reduce_sums();
     }
-    queue.turn(params, has_segment, tile, segment, group, state);
+    queue.turn(params, has_segment, tile.num_rows, group, state);
   } while (has_segment);
 }

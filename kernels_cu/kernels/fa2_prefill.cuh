@@ -2,34 +2,8 @@
 // Attention for tiles of 64 or 128 packed query rows: each warp owns whole rows, and all warps share a ring of K and V tiles.
 #pragma once
 
+#include "tile/prefill_ahead.cuh"
 #include "tile/prefill_output.cuh"
-
-// The K and V tiles of one segment on their way through the ring: tile i, which starts at its `key_begin`, lies in stage
-// i % kNumStages. The next tile's keys are looked up in the page table one iteration before they are needed.
-struct KvPipeline {
-  unsigned ring;
-  KvSlot slot;
-
-  __device__ __forceinline__ unsigned k_stage(int iter) const { return ring + (kNumStages == 2 ? (iter & 1) * kStageBytes : 0); }
-  __device__ __forceinline__ unsigned v_stage(int iter) const { return k_stage(iter) + kKBytes; }
-
-  __device__ __forceinline__ void load_k(const AttentionParams& params, const Work& work, int iter, int key_begin) {
-    load_kv_tile<true>(params, work, key_begin, slot, k_stage(iter));
-    cp_async_commit();
-  }
-  __device__ __forceinline__ void load_v(const AttentionParams& params, const Work& work, int iter, int key_begin) {
-    load_kv_tile<false>(params, work, key_begin, slot, v_stage(iter));
-    cp_async_commit();
-    if constexpr (kPaged) slot = kNextRows ? next_kv_slot(params, work, key_begin + kKvTile) : lane_kv_slot(params, work, key_begin + kKvTile);
-  }
-  // Start the first tile of a segment; every warp must be done with the ring.
-  __device__ __forceinline__ void begin(const AttentionParams& params, const Work& work) {
-    int key_begin = work.segment.kv_begin;
-    if constexpr (kPaged) slot = lane_kv_slot(params, work, key_begin);
-    load_k(params, work, 0, key_begin);
-    load_v(params, work, 0, key_begin);
-  }
-};
 
 // All keys of a segment. On entry the first tile is on its way; on return every warp is done with the ring and nothing is.
 __device__ __forceinline__ void attend(const AttentionParams& params, const Work& work, KvPipeline& kv, const WarpSpan& span, unsigned char* smem,
@@ -57,8 +31,8 @@ __device__ __forceinline__ void attend(const AttentionParams& params, const Work
         load_kv_tile<true>(params, work, next_begin, kv.slot, kv.k_stage(iter + 1));
         load_kv_tile<false>(params, work, next_begin, kv.slot, kv.v_stage(iter + 1));
       }
-      next_k.start(params, even);
-      next_v.start(params, even);
+      next_k.start_if<kPaged>(params, even);
+      next_v.start_if<kPaged>(params, even);
       if constexpr (kPaged) kv.slot = next_kv_slot(params, work, next_begin + kKvTile);
     }
     if constexpr (kRope && !kFp8Kv) {
@@ -69,6 +43,7 @@ __device__ __forceinline__ void attend(const AttentionParams& params, const Work
     for (int part = 0; part < kParts; ++part) {
       int first_key = key_begin + part * kLogitKeys;
       Logits s;
+      FirstWeights first;
       if (active) compute_logits(s, q_tile, kv.k_stage(iter) + part * kLogitKeys * kKRowBytes, turns, first_key);
       // With one stage the next keys load under the second product, the next values under the first.
       if (!kTwoStages && part == kParts - 1) {
@@ -78,13 +53,13 @@ __device__ __forceinline__ void attend(const AttentionParams& params, const Work
       if (active) {
         if constexpr (kTransformLogits) transform_logits(params, work, first_key, logit_scales, s);
         if (kCustomMask || kUserMask || !span.sees_all(key_begin)) mask_logits(params, work, first_key, s);
-        update_softmax(s, logit_scales, state, o);
+        update_softmax<false>(s, RowScales(logit_scales), state, o, first);
       }
       if (!kTwoStages && part == 0) {
         cp_async_wait<kParts == 1 ? 1 : 0>();
         __syncthreads();
       }
-      if (active) accumulate_output(o, s, logit_scales, state, kv.v_stage(iter) + part * kLogitKeys * kVRowBytes);
+      if (active) accumulate_output<false>(o, s, RowScales(logit_scales), state, first, kv.v_stage(iter) + part * kLogitKeys * kVRowBytes);
     }
     if constexpr (kNextRows) cp_async_commit();
     if constexpr (!kTwoStages) {
@@ -96,18 +71,23 @@ __device__ __forceinline__ void attend(const AttentionParams& params, const Work
   __syncthreads();
 }
 
+using Cursor = WorkCursor<kKeysAhead, false, kKeysAhead>;
+// Queries leave for shared memory before the barrier between two segments, where there are registers for it.
+constexpr bool kEarlyQueries = kKeysAhead || kThreeCtas;
+
 extern "C" __global__ void __launch_bounds__(kNumWarps * 32, kThreeCtas ? 3 : 2) attention(const __grid_constant__ AttentionParams params) {
   extern __shared__ __align__(128) unsigned char smem[];
   // What is the same for all threads and used once in a while lives in shared memory: the loop has no registers to spare.
   __shared__ Work work, following;
-  __shared__ __align__(16) unsigned char cursor_storage[sizeof(WorkCursor<false>)];
+  __shared__ __align__(16) unsigned char cursor_storage[sizeof(Cursor)];
   __shared__ WarpSpan spans[kNumWarps];
   __shared__ float2 turns[kRope ? kRopePairs : 1];
   __shared__ float logit_scales[kScaleQRows ? kCtaTileQ : 1];
   __shared__ int is_last;
-  WorkCursor<false>& cursor = *reinterpret_cast<WorkCursor<false>*>(cursor_storage);
+  Cursor& cursor = *reinterpret_cast<Cursor*>(cursor_storage);
   if (threadIdx.x == 0) {
-    cursor = WorkCursor<false>(params);
+    cursor.start(params);
+    cp_async_wait<0>();
     following.valid = cursor.next(params, following.tile, following.segment);
   }
   if constexpr (kRope) fill_rope_turns(params, turns);
@@ -115,25 +95,35 @@ extern "C" __global__ void __launch_bounds__(kNumWarps * 32, kThreeCtas ? 3 : 2)
   if (!following.valid) return;
   KvPipeline kv{smem_address(smem) + kQBytes};
   kv.begin(params, following);
-  if constexpr (kThreeCtas) {
+  if constexpr (kEarlyQueries) {
     load_q_tile(params, following, smem, turns, logit_scales);
     cp_async_commit();
   }
 #pragma unroll 1
   while (true) {
-    if (recompute_from(threadIdx.x) == 0) work = following;
+    unsigned thread = recompute_from(threadIdx.x);
+    if (thread < sizeof(Work) / 16) reinterpret_cast<uint4*>(&work)[thread] = reinterpret_cast<const uint4*>(&following)[thread];
     __syncthreads();
-    if constexpr (!kThreeCtas) {
+    if constexpr (!kEarlyQueries) {
       load_q_tile(params, work, smem, turns, logit_scales);
       cp_async_commit();
     }
+    // What the cursor copied came with the keys.
+    if constexpr (kKeysAhead) cp_async_wait<0>();
     if (recompute_from(threadIdx.x) == 0) following.valid = cursor.next(params, following.tile, following.segment);
     if (lane_idx() == 0) spans[warp_idx()].set(params, work);
     cp_async_wait<0>();
     __syncwarp();
     RowState state;
     Output o = {};
-    attend(params, work, kv, spans[warp_idx()], smem, turns, logit_scales, state, o);
+    const WarpSpan& span = spans[warp_idx()];
+    if constexpr (!kKeysAhead) {
+      attend(params, work, kv, span, smem, turns, logit_scales, state, o);
+    } else if (evenly_spaced(params)) {
+      attend_keys_ahead<true>(params, work, kv, span, smem, logit_scales, state, o);
+    } else {
+      attend_keys_ahead<false>(params, work, kv, span, smem, logit_scales, state, o);
+    }
     MergeGroup group = load_merge_group(params, work.segment);
     // The next segment's first tile travels while this one's rows are written.
     if (following.valid) kv.begin(params, following);
@@ -145,7 +135,7 @@ extern "C" __global__ void __launch_bounds__(kNumWarps * 32, kThreeCtas ? 3 : 2)
     }
     if (!following.valid) return;
     // So do its queries, into rows that only this warp reads.
-    if constexpr (kThreeCtas) {
+    if constexpr (kEarlyQueries) {
       load_q_tile(params, following, smem, turns, logit_scales);
       cp_async_commit();
     }

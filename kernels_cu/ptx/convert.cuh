@@ -45,6 +45,30 @@ __device__ __forceinline__ unsigned fp8_pair_to_half(unsigned packed) {
   }
 }
 
+// The same of a spread pair: one fp8 value in the upper byte of each half of `spread`, zeros below.
+__device__ __forceinline__ unsigned fp8_spread_to_half(unsigned spread) {
+  if constexpr (kKvElement == Element::kE5m2) return spread;
+  unsigned bits = (spread & 0x80008000u) | ((spread & 0x7f007f00u) >> 1);
+  unsigned pair;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(pair) : "r"(bits), "r"(0x5c005c00u));
+  return pair;
+}
+
+// Four fp8 values to two pairs of halves, exactly: of neighbours (bytes 0 and 1, 2 and 3), or with `kInterleaved` of bytes 0 and 2, 1 and 3.
+// Both halves of a register are converted where they lie: cutting them out first would cost an instruction each.
+template <bool kInterleaved>
+__device__ __forceinline__ void fp8_quad_to_half(unsigned packed, unsigned& first, unsigned& second) {
+#if __CUDA_ARCH__ >= 890
+  if constexpr (kKvElement == Element::kE4m3) {
+    unsigned pairs = kInterleaved ? __byte_perm(packed, 0, 0x3120) : packed;
+    asm("{.reg .b16 l, h; mov.b32 {l, h}, %2; cvt.rn.f16x2.e4m3x2 %0, l; cvt.rn.f16x2.e4m3x2 %1, h;}" : "=r"(first), "=r"(second) : "r"(pairs));
+    return;
+  }
+#endif
+  first = fp8_spread_to_half(__byte_perm(packed, 0, kInterleaved ? 0x2404 : 0x1404));
+  second = fp8_spread_to_half(__byte_perm(packed, 0, kInterleaved ? 0x3414 : 0x3424));
+}
+
 // Four floats rounded to e4m3, the first in the lowest byte; beyond 448 they become 448.
 __device__ __forceinline__ unsigned pack_e4m3(float x0, float x1, float x2, float x3) {
   unsigned packed;

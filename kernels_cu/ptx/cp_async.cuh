@@ -21,7 +21,8 @@ __device__ __forceinline__ void cp_async_16_if(bool wanted, unsigned smem, const
 
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// One arrival on `barrier` once all copies that this thread started have landed.
+// One arrival on `barrier` once all copies that this thread started have landed. Whoever waits for that phase (acquire) sees them: PTX says
+// so of waits, and needs no release here.
 __device__ __forceinline__ void cp_async_arrive(unsigned barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }

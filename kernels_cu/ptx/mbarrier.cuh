@@ -39,5 +39,6 @@ __device__ __forceinline__ bool mbarrier_test(unsigned barrier, unsigned parity)
 __device__ __forceinline__ void named_barrier_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 __device__ __forceinline__ void named_barrier_arrive(int id, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 
-// Ordinary writes of this thread to shared memory come before what the copy engine and the tensor cores do there afterwards.
+// Ordinary writes to shared memory, by this thread or before what it has waited for, come before what the copy engine and the tensor cores
+// do there afterwards.
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }

@@ -9,16 +9,6 @@ __device__ __forceinline__ int atomic_increment_acq_rel(int* counter) {
   return before;
 }
 
-// Add one behind this thread's, and its synchronised neighbours', earlier stores; returns the value before. Nothing waits for it
-// until it is used, and what other CTAs stored may be read behind a fence_acquire.
-__device__ __forceinline__ int atomic_increment_release(int* counter) {
-  int before;
-  asm volatile("atom.release.gpu.global.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
-  return before;
-}
-
-__device__ __forceinline__ void fence_acquire() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
-
 // Loads of data another CTA wrote in this launch go to L2: L1 may hold an older line.
 __device__ __forceinline__ float load_l2(const float* pointer) { return __ldcg(pointer); }
 __device__ __forceinline__ float2 load_l2(const float2* pointer) { return __ldcg(pointer); }

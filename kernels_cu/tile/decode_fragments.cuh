@@ -152,7 +152,7 @@ __device__ __forceinline__ void load_keys(unsigned lane_rows, int step, unsigned
   } else {
     ldmatrix_x4(r, Swizzle<kKRowChunks * 16>::advance(lane_rows, step));
 #pragma unroll
-    for (int n = 0; n < kKeyTiles; ++n) b[n][0] = fp8_pair_to_half(r[n]), b[n][1] = fp8_pair_to_half(r[n] >> 16);
+    for (int n = 0; n < kKeyTiles; ++n) fp8_quad_to_half<false>(r[n], b[n][0], b[n][1]);
   }
 }
 
@@ -170,10 +170,7 @@ __device__ __forceinline__ void load_values(unsigned lane_rows, int group, unsig
     // A 16-bit unit is two neighbouring dimensions: even ones feed tile 2 * group, odd ones the next.
     ldmatrix_x4_trans(r, Swizzle<kVRowChunks * 16>::advance(lane_rows, group));
 #pragma unroll
-    for (int k = 0; k < kKeyTiles; ++k) {
-      b[k / 2][0][k % 2] = fp8_pair_to_half(__byte_perm(r[k], 0, 0x4420));
-      b[k / 2][1][k % 2] = fp8_pair_to_half(__byte_perm(r[k], 0, 0x4431));
-    }
+    for (int k = 0; k < kKeyTiles; ++k) fp8_quad_to_half<true>(r[k], b[k / 2][0][k % 2], b[k / 2][1][k % 2]);
   }
 }
 

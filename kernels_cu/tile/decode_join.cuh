@@ -21,6 +21,13 @@ struct JoinRecord {
   MergeGroup group;
 };
 
+// The same value, of which the compiler knows nothing before this point: what follows from it is not computed ahead of the keys, and takes no
+// registers there.
+__device__ __forceinline__ int kept_here(int value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+
 // One row over all warps: how much each warp counts, and how the row finishes.
 struct JoinedRow {
   float weight[kNumWarps];
@@ -82,6 +89,7 @@ __device__ __forceinline__ void transform_columns(const AttentionParams& params,
 
 // Sum the columns over the warps, in order, and write them: each warp takes every kNumWarps-th group of 16.
 __device__ __forceinline__ void write_joined(const AttentionParams& params, const JoinRecord& record, const JoinSpace& space, int warp, int lane) {
+  lane = kept_here(lane);
   int c = lane % 4;
   bool is_part = record.segment.group >= 0;
   // One body for rows g and rows g + 8: instructions are fetched from memory too, and this end of a segment is run once.
@@ -116,6 +124,76 @@ __device__ __forceinline__ void write_joined(const AttentionParams& params, cons
   }
 }
 
+// Parts that half a warp has on their way at a time.
+constexpr int kPartsAtOnce = kHeadDimVo == 256 ? 4 : 8;
+
+// Write 16 columns of a unit's output from its parts: a thread takes four columns, and one half of the warp the even parts, the other one
+// the odd parts, each in their order.
+__device__ __forceinline__ void merge_joined(const AttentionParams& params, const JoinRecord& record, int first_column, int lane) {
+  lane = kept_here(lane);
+  int num_rows = record.tile.num_rows, num_parts = record.group.num_parts;
+#pragma unroll 1
+  for (int first = 0; first < num_rows * 4; first += 16) {
+    int row_in_tile = (first + lane % 16) / 4, column = first_column + lane % 4 * 4;
+    bool exists = row_in_tile < num_rows;
+    long long part_row = record.group.first_row + static_cast<long long>(lane / 16) * num_rows + row_in_tile;
+    const float* lse = params.partial_lse + part_row;
+    const float* o = params.partial_o + part_row * kHeadDimVo + column;
+    long long step = 2 * num_rows;
+    float row_max = neg_inf(), row_sum = 0.f, sum[4] = {};
+    int part = lane / 16;
+    do {
+      float part_lse[kPartsAtOnce];
+      float4 part_o[kPartsAtOnce];
+#pragma unroll
+      for (int i = 0; i < kPartsAtOnce; ++i) {
+        bool counts = exists && part < num_parts;
+        part_lse[i] = counts ? load_l2(lse) : neg_inf();
+        part_o[i] = counts ? load_l2(reinterpret_cast<const float4*>(o)) : float4{0.f, 0.f, 0.f, 0.f};
+        part += 2, lse += step, o += step * kHeadDimVo;
+        // Two additions to a step; the compiler would rather multiply for every part.
+        asm("" : "+l"(lse), "+l"(o));
+      }
+      float batch_max = row_max;
+#pragma unroll
+      for (int i = 0; i < kPartsAtOnce; ++i) batch_max = fmaxf(batch_max, part_lse[i]);
+      // Every part may be empty: keep -inf out of the differences.
+      float reference = batch_max == neg_inf() ? 0.f : batch_max;
+      float rescale = ex2(row_max - reference);
+      row_max = batch_max;
+      row_sum *= rescale;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) sum[j] *= rescale;
+#pragma unroll
+      for (int i = 0; i < kPartsAtOnce; ++i) {
+        float weight = ex2(part_lse[i] - reference);
+        row_sum += weight;
+        sum[0] += weight * part_o[i].x, sum[1] += weight * part_o[i].y, sum[2] += weight * part_o[i].z, sum[3] += weight * part_o[i].w;
+      }
+    } while (part - lane / 16 < num_parts);
+    float joint_max = fmaxf(row_max, __shfl_xor_sync(0xffffffffu, row_max, 16));
+    float weight = ex2(row_max - (joint_max == neg_inf() ? 0.f : joint_max));
+    auto over_halves = [&](float x) {
+      x *= weight;
+      return x + __shfl_xor_sync(0xffffffffu, x, 16);
+    };
+    row_sum = over_halves(row_sum);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) sum[j] = over_halves(sum[j]);
+    if (!exists || lane >= 16) continue;
+    int kv_head = record.segment.kv_head;
+    Row row = make_row(params, record.tile, kv_head, row_in_tile);
+    RowFinish finish = finish_row(params, row, kv_head, joint_max, row_sum);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      sum[j] *= finish.scale;
+      if constexpr (kUserOutput) sum[j] = user_output(params, record.tile, row, column + j, sum[j]);
+    }
+    *reinterpret_cast<uint2*>(output_row(params, record.tile, row) + column) = {pack_pair<kOElement>(sum[0], sum[1]), pack_pair<kOElement>(sum[2], sum[3])};
+    if (column == 0) store_lse(params, record.tile, row, finish.lse);
+  }
+}
+
 // Records in use at a time: a warp looks at segment n's last when it writes segment n + 1, and may be one segment behind another.
 constexpr int kJoinRecords = 4;
 
@@ -128,30 +206,35 @@ struct JoinQueue {
   unsigned barriers;  // one for even segments, one for odd ones
   int warp, lane;
   int count;          // segments left behind so far
-  int announced;      // segment whose part this warp announced last and has not looked at since, or -1
-  int arrived_before; // in lane 0: parts that had arrived before it
+  int arrived_before; // in lane 0: parts that had arrived before the last one this warp announced; -1 when it has looked at that since
 
   static __device__ __forceinline__ void init(unsigned barriers) {
-    for (int i = 0; i < 2; ++i) mbarrier_init(barriers + 8 * i, kNumWarps);
+    for (int i = 0; i < 2; ++i) mbarrier_init(barriers + 8 * i, kNumWarps * 32);
+  }
+
+  // A segment begins. Where its record lay, no warp looks any more: all of them have left the one before the last behind.
+  __device__ __forceinline__ void begin(const Tile& tile, const Segment& segment) const {
+    if (threadIdx.x == 0) records[count % kJoinRecords].tile = tile, records[count % kJoinRecords].segment = segment;
   }
 
   // Leave this warp's state of the segment behind, if there is one, and write out the segment whose turn it is: the one before, so
   // that no warp waits, or with one space the same one. Without a segment, all that is left is written.
-  __device__ __forceinline__ void turn(const AttentionParams& params, bool has_segment, const Tile& tile, const Segment& segment, const MergeGroup& group,
-                                       const WarpState& state) {
+  __device__ __forceinline__ void turn(const AttentionParams& params, bool has_segment, int num_rows, const MergeGroup& group, const WarpState& state) {
     constexpr bool kOneSpace = kJoinSlots == 1;
     int outgoing = kOneSpace ? count : count - 1;
     bool has_outgoing = kOneSpace ? has_segment : count > 0;
     if (!kOneSpace && has_outgoing) wait(outgoing);
     if (has_segment) {
       if (kOneSpace) __syncthreads();  // the only space may still be read
-      leave(tile, segment, group, state);
+      leave(num_rows, group, state);
       if (kOneSpace) arrive(), wait(outgoing);
     }
+    int announced = outgoing - 1;
     do {
-      merge_if_last(params);
+      merge_if_last(params, announced);
       if (!has_outgoing) break;
       write(params, outgoing);
+      announced = outgoing;
       has_outgoing = false;
     } while (!has_segment);
     if (!kOneSpace && has_segment) arrive();
@@ -161,52 +244,48 @@ struct JoinQueue {
  private:
   __device__ __forceinline__ void wait(int n) const { mbarrier_wait(barriers + n % 2 * 8, n / 2 % 2); }
 
-  __device__ __forceinline__ void arrive() const {
-    __syncwarp();
-    if (lane == 0) mbarrier_arrive(barriers + count % 2 * 8);
-  }
+  // Every thread, for what it wrote and read itself.
+  __device__ __forceinline__ void arrive() const { mbarrier_arrive(barriers + count % 2 * 8); }
 
-  __device__ __forceinline__ void leave(const Tile& tile, const Segment& segment, const MergeGroup& group, const WarpState& state) const {
+  __device__ __forceinline__ void leave(int num_rows, const MergeGroup& group, const WarpState& state) const {
     JoinSpace& space = spaces[count % kJoinSlots];
 #pragma unroll
     for (int n = 0; n < kOutputTiles; ++n) {
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        if (j < 2 || tile.num_rows > 8) space.columns[warp][n * 4 + j][lane] = state.o[n][j];
+        if (j < 2 || num_rows > 8) space.columns[warp][n * 4 + j][lane] = state.o[n][j];
       }
     }
     if (lane % 4 == 0) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) space.row_max[warp][lane / 4 + 8 * r] = state.row_max[r], space.row_sum[warp][lane / 4 + 8 * r] = state.row_sum[r];
     }
-    if (threadIdx.x == 0) records[count % kJoinRecords] = {tile, segment, group};
+    if (threadIdx.x == 0) records[count % kJoinRecords].group = group;
   }
 
   // Write this warp's columns of segment n, which every warp has left behind.
   __device__ __forceinline__ void write(const AttentionParams& params, int n) {
     if (warp >= kColumnGroups) return;
-    const JoinRecord& record = records[n % kJoinRecords];
-    write_joined(params, record, spaces[n % kJoinSlots], warp, lane);
+    const JoinRecord& record = records[static_cast<unsigned>(n) % kJoinRecords];
+    write_joined(params, record, spaces[static_cast<unsigned>(n) % kJoinSlots], warp, lane);
     if (record.segment.group < 0) return;
     __syncwarp();
-    announced = n;
-    if (lane == 0) arrived_before = atomic_increment_release(arrival_counter(params, record.segment, warp));
+    if (lane == 0) arrived_before = atomic_increment_acq_rel(arrival_counter(params, record.segment, warp));
   }
 
-  // If the part announced last was the last of its group, merge this warp's columns.
-  __device__ __forceinline__ void merge_if_last(const AttentionParams& params) {
-    if (announced < 0) return;
-    const JoinRecord& record = records[announced % kJoinRecords];
-    announced = -1;
-    if (__shfl_sync(0xffffffffu, arrived_before, 0) != record.group.num_parts - 1) return;
-    // What lane 0 has seen arrive, all lanes may read.
-    fence_acquire();
+  // If the part of segment n that this warp announced was the last of its group, merge this warp's columns.
+  __device__ __forceinline__ void merge_if_last(const AttentionParams& params, int n) {
+    int before = __shfl_sync(0xffffffffu, arrived_before, 0);
+    arrived_before = -1;
+    const JoinRecord& record = records[static_cast<unsigned>(n) % kJoinRecords];
+    if (before < 0 || before != record.group.num_parts - 1) return;
+    // What lane 0 has seen arrive, all lanes may read from here on.
     __syncwarp();
     // Leave the counter as the plan set it, so that the next run finds it zero.
     if (lane == 0) *arrival_counter(params, record.segment, warp) = 0;
 #pragma unroll 1
     for (int group = warp; group < kColumnGroups; group += kNumWarps) {
-      merge_columns<16>(params, record.tile, record.segment, record.group, group * 16, lane, 32);
+      merge_joined(params, record, group * 16, lane);
     }
   }
 };

@@ -10,6 +10,13 @@ constexpr bool kQueryInSmem = kHeadDimQk > 128;
 // Nor for the fragments of many k-steps at a time.
 constexpr int kStepsAtOnce = !kQueryInSmem ? kQkSteps : kPosEncoding == PosEncoding::kRopeLlama ? 1 : 2;
 
+// Logits that are nothing but scaled products stay unscaled, and the exponent's own multiplication scales them. Scales are positive, so
+// the greatest product is the greatest logit; a product of scales that underflows is kept from 0, by which a hidden logit, minus
+// infinity, would become no number.
+constexpr bool kScaleInExponent = !kSoftCap && !kUserLogit && kPosEncoding != PosEncoding::kAlibi;
+// The least positive normal number.
+constexpr float kLeastScale = 1.17549435e-38f;
+
 // What a warp knows of a tile's rows while it walks the keys of a segment.
 struct RowGroup {
   Row row[2];               // rows g and g + 8 of this thread
@@ -26,6 +33,8 @@ struct RowGroup {
     int g = lane / 4;
 #pragma unroll
     for (int r = 0; r < 2; ++r) row[r] = make_row(params, tile, segment.kv_head, g + 8 * r);
+    float common = params.sm_scale * (params.k_scale != nullptr ? __ldg(params.k_scale + segment.kv_head) : 1.f);
+    if constexpr (!kSoftCap && !kUserLogit) common *= kLog2E;
     float q_scale[2];
     unsigned loaded[kQkSteps][4];
     load_query(params, tile, row, lane, loaded, q_scale);
@@ -35,11 +44,9 @@ struct RowGroup {
       rotate_query(row, turns, lane, loaded);
     }
     keep_query(loaded);
-    float common = params.sm_scale * (params.k_scale != nullptr ? __ldg(params.k_scale + segment.kv_head) : 1.f);
-    if constexpr (!kSoftCap && !kUserLogit) common *= kLog2E;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      scale[r] = common * q_scale[r];
+      scale[r] = kScaleInExponent ? fmaxf(common * q_scale[r], kLeastScale) : common * q_scale[r];
       slope[r] = kPosEncoding == PosEncoding::kAlibi && g + 8 * r < tile.num_rows ? __ldg(params.alibi_slopes + row[r].head) * kLog2E : 0.f;
     }
     all_see_from = make_row(params, tile, segment.kv_head, tile.num_rows - 1).lo;
@@ -106,30 +113,44 @@ struct RowGroup {
     for (int n = 0; n < kKeyTiles; ++n) mma_m16n8k16(logits[n], a, b[n][0], b[n][1]);
   }
 
-  // Scale, transform, cap, bias and mask the logits of the block that begins with `key`.
+  // Scale (if the exponent does not), transform, cap, bias and mask the logits of the block that begins with `key`.
   __device__ __forceinline__ void finish_logits(const AttentionParams& params, const Tile& tile, int key, int lane, float (&logits)[kKeyTiles][4]) const {
-    bool mask = kCustomMask || kUserMask || key < all_see_from || key + kBlockKeys - 1 > all_see_to;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      if (r == 1 && tile.num_rows <= 8) continue;
+#pragma unroll
+      for (int n = 0; n < kKeyTiles; ++n) {
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          int own_key = key + 8 * n + 2 * (lane % 4) + j;
+          float& logit = logits[n][2 * r + j];
+          if constexpr (!kScaleInExponent) logit *= scale[r];
+          if constexpr (kUserLogit) {
+            logit = user_logit(params, tile, row[r], own_key, logit);
+            if constexpr (!kSoftCap) logit *= kLog2E;
+          }
+          if constexpr (kSoftCap) logit = params.logits_soft_cap * kLog2E * tanh_ex2(logit / params.logits_soft_cap);
+          if constexpr (kPosEncoding == PosEncoding::kAlibi) logit += slope[r] * (own_key - row[r].position);
+        }
+      }
+    }
+    // Few blocks need a mask. A branch of its own keeps its instructions out of the others' way; folded into the loop above, the
+    // compiler would run them for all.
+    bool all_seen = !kCustomMask && !kUserMask && key >= all_see_from && key + kBlockKeys - 1 <= all_see_to;
+    if (__builtin_expect(!all_seen, false)) mask_logits(params, tile, key, lane, logits);
+  }
+
+  __device__ __forceinline__ void mask_logits(const AttentionParams& params, const Tile& tile, int key, int lane, float (&logits)[kKeyTiles][4]) const {
 #pragma unroll
     for (int n = 0; n < kKeyTiles; ++n) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        if (i >= 2 && tile.num_rows <= 8) continue;
         const Row& own = row[i / 2];
         int own_key = key + 8 * n + 2 * (lane % 4) + i % 2;
-        float logit = logits[n][i] * scale[i / 2];
-        if constexpr (kUserLogit) {
-          logit = user_logit(params, tile, own, own_key, logit);
-          if constexpr (!kSoftCap) logit *= kLog2E;
-        }
-        if constexpr (kSoftCap) logit = params.logits_soft_cap * kLog2E * tanh_ex2(logit / params.logits_soft_cap);
-        if constexpr (kPosEncoding == PosEncoding::kAlibi) logit += slope[i / 2] * (own_key - own.position);
-        if (mask) {
-          bool seen = own_key >= own.lo && own_key <= own.hi;
-          if constexpr (kCustomMask) seen = seen && custom_mask_bit(params, tile, own, own_key);
-          if constexpr (kUserMask) seen &= user_mask(params, tile, own, own_key);
-          if (!seen) logit = neg_inf();
-        }
-        logits[n][i] = logit;
+        bool seen = own_key >= own.lo && own_key <= own.hi;
+        if constexpr (kCustomMask) seen = seen && custom_mask_bit(params, tile, own, own_key);
+        if constexpr (kUserMask) seen &= user_mask(params, tile, own, own_key);
+        if (!seen) logits[n][i] = neg_inf();
       }
     }
   }

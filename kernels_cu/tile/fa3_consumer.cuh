@@ -8,16 +8,14 @@
 
 // Warpgroups take turns to issue products, so that one's softmax runs under the other's. Wide heads have enough products of their own.
 constexpr bool kTakeTurns = kHeadDimVo <= 128;
-// Whether a turn lasts until its products are done, rather than issued. fp8 ones are so short that warpgroups would fall in step, and then
-// all multiply and all wait for their softmax at once.
+// Whether a turn lasts until its products are done, rather than issued. fp8 ones are so short that warpgroups fall in step otherwise: all
+// multiply, and then all are in their softmax. Measured on an H200 at head_dim 128, 855 TFLOP/s against 787 on 16384 keys.
 constexpr bool kTurnsLast = kQFp8;
-// Whether a warpgroup's exponentials must run under its own product with values. ptxas would move them behind it, and beside one other
-// warpgroup that leaves the tensor cores idle. Three keep them busy in any order, and then the order ptxas finds is 9% faster: measured
-// on an H200 at head_dim 64, 503 TFLOP/s against 460 on 16384 keys. So do two with tiles of 160 keys: 620 against 608 at head_dim 128.
-constexpr bool kExponentialsFirst = !kQFp8 && kConsumers == 2 && kKvTile <= 128;
-// Whether a tile's maxima are found under the warpgroup's own product with values, and the exponentials come behind it: beside products
-// they take twice as long, and keep the turn from being given on.
-constexpr bool kMaximaFirst = kQFp8 && kConsumers == 2;
+// Whether a tile's maxima must be found under the warpgroup's own product with values. ptxas would move the whole softmax behind that, and
+// where products are as short as at head_dim 128 the tensor cores then wait for it: measured on an H200, 642 TFLOP/s against 618 with tiles
+// of 128 keys. To keep the exponentials there too is slower. Of fp8 it shortens what comes behind a turn, 855 against 736, and only with
+// that do turns pay.
+constexpr bool kMaximaFirst = kConsumers == 2 && (kQFp8 ? kHeadDimVo : kHeadDimQk) <= 128;
 // What is the same for the warpgroups' descriptors; V is summed over its rows, and its column blocks are a tile apart. A turned V is
 // summed along its rows, as K is.
 constexpr unsigned long long kRowsAreColumns = wgmma_rows_base<kBlockRowBytes>();
@@ -75,25 +73,23 @@ struct Consumer {
   __device__ __forceinline__ void release(Barrier ring, unsigned tile) const {
     if (threadIdx.x % kWarpgroupThreads == 0) mbarrier_arrive(shared.barrier(ring + tile % kNumStages));
   }
-  // What `value` depends on is computed before the wait that follows: a store of it cannot sink below that.
-  __device__ __forceinline__ void order_before_wait(float value) const {
-    asm volatile("st.shared.f32 [%0], %1;" ::"r"(smem_address(&shared.control->order[threadIdx.x - kWarpgroupThreads])), "f"(value) : "memory");
+  // Maxima are computed before the wait that follows: a store of what depends on all of them cannot sink below it.
+  __device__ __forceinline__ void order_before_wait(const RowState& state) const {
+    if constexpr (!kMaximaFirst) return;
+    asm volatile("st.shared.f32 [%0], %1;" ::"r"(smem_address(&shared.control->order[threadIdx.x - kWarpgroupThreads])), "f"(state.max[0] + state.max[1])
+                 : "memory");
   }
-  // Logits to weights while the product with the values of the tile before runs, and the end of that product.
+  // The softmax of a tile while its warpgroup's product with the values of the tile before runs, and the end of that product.
   __device__ __forceinline__ void softmax_under_product(const ThreadRows& rows, Logits& s, Weights& p, RowState& state, Output& o, float (&rescale)[2]) const {
     update_reference(params.base, rows, s, state, rescale);
-    if constexpr (kMaximaFirst) {
-      order_before_wait(state.max[0] + state.max[1]);
-    } else {
-      exponentiate(params.base, rows, s, state, rescale);
-      if constexpr (kExponentialsFirst) order_before_wait(state.sum[0] + state.sum[1]);
-    }
+    order_before_wait(state);
+    // For three consumers ptxas finds registers in this order only, and moves the wait up all the same.
+    if constexpr (kConsumers == 3) exponentiate(params.base, rows, s, state, rescale);
     wgmma_wait<0>();
-    if constexpr (kTurnsLast) end_turn();
     bind_registers(o);
     bind_registers(s);
     release(kVEmpty, count);
-    if constexpr (kMaximaFirst) exponentiate(params.base, rows, s, state, rescale);
+    if constexpr (kConsumers != 3) exponentiate(params.base, rows, s, state, rescale);
     pack_weights(s, p);
   }
 
@@ -228,12 +224,13 @@ struct Consumer {
 
   __device__ __forceinline__ void wait_for_queries(unsigned some_slot) const {
     mbarrier_sleep(shared.barrier(kQFull + shared.q_buffer(index, some_slot)), some_slot / kQBuffers & 1);
+    // cp.async writes as ordinary stores do. The wait makes what cp_async_arrive tracked visible to this thread, and its own fence, behind
+    // that, to the products: the threads that copy are gone before there is anything to fence.
     if (!params.q_boxes) fence_async_proxy();
   }
-  // The warp needs the current segment's queries no more.
+  // All threads: the warp needs the current segment's queries no more.
   __device__ __forceinline__ void hand_back_buffer() const {
-    __syncwarp();
-    if (lane_idx() == 0) mbarrier_arrive(shared.barrier(kQDone + shared.q_buffer(index, slot)));
+    mbarrier_arrive(shared.barrier(kQDone + shared.q_buffer(index, recompute_from(slot))));
   }
 
   // Hand finished rows to the warps that store them. No warp of the warpgroup may still be at the segment's products with keys.

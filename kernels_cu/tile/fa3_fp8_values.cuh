@@ -57,7 +57,10 @@ __device__ __forceinline__ void turn_all_values(const Shared& shared, unsigned t
 #pragma unroll 1
   for (unsigned count = 0;; ++count) {
     wait_full(shared, kVCopied, count);
-    KeyBounds bounds = shared.control->copied[count % kCopyStages];
+    // One lane reads them and says so, as one lane writes them.
+    KeyBounds bounds;
+    if (producer_lane() == 0) bounds = shared.control->copied[count % kCopyStages];
+    bounds.first_seen = __shfl_sync(kFullWarp, bounds.first_seen, 0), bounds.first_missing = __shfl_sync(kFullWarp, bounds.first_missing, 0);
     if (bounds.first_missing == KeyBounds::kNoTile) return;
     unsigned source = shared.v_copy(count) + first_chunk / kChunks * kKvBlockBytes;
     if (bounds.first_seen > 0 || bounds.first_missing < kKvTile) clear_copied_values(source, first_chunk % kChunks, bounds);

@@ -21,8 +21,8 @@ constexpr int kCtaThreads = kNumWarps * 32;
 constexpr bool kQFp8 = kQElement == Element::kE4m3;
 constexpr int kKWarp = 0, kVWarp = 1, kFirstRowsWarp = kQFp8 ? 1 : 2, kRowsWarps = kQFp8 ? 1 : 2, kRowsOfWarp = 32;
 constexpr int kFirstTurner = kFirstRowsWarp + kRowsWarps, kTurners = 2;
-// Warps that read a published segment: all but the one that publishes, and those that turn values.
-constexpr int kWorkReaders = kConsumerWarps + 3 - (kQFp8 ? kTurners : 0);
+// Threads that read a published segment: all warps' but the one's that publishes, and those that turn values.
+constexpr int kWorkReaders = (kConsumerWarps + 3 - (kQFp8 ? kTurners : 0)) * 32;
 // Registers of a thread after warpgroups have shared them out anew; together they are at most what the CTA starts with.
 constexpr int kProducerRegisters = kConsumers == 3 ? 32 : kQFp8 ? 40 : kHeadDimVo <= 64 ? 72 : 56;
 constexpr bool kFewRegisters = kProducerRegisters <= 40;
@@ -89,7 +89,7 @@ struct Control {
   QueuedWork works[kWorkSlots];
   Cursor cursor;                  // of the warp that publishes
   KeyBounds copied[kNumStages];   // of the copies of V
-  float order[kConsumerThreads];  // written so that exponentials or maxima come before a wait, never read
+  float order[kConsumerThreads];  // written so that maxima come before a wait, never read
   int is_last;
 };
 
@@ -106,6 +106,7 @@ constexpr int kControlBytes = 1024 + kCtaTileQ * 8, kAlignmentSlack = 1024;
 
 static_assert(sizeof(Control) <= kControlBytes, "the control block has outgrown its place");
 static_assert(kSmemBytes == kControlOffset + kControlBytes + kAlignmentSlack, "fa3_smem_bytes in cupyinfer/schedule/tiles.py says otherwise");
+static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= 65536 / kCtaThreads / 8 * 8 * (1 + kConsumers), "a warpgroup would wait for registers for ever");
 static_assert(kConsumers == 2 || kConsumers == 3 && !kSoftCap && !kAlibi, "registers are shared out among so many");
 static_assert(kCtaTileQ % kWarpgroupRows == 0 && kCtaThreads == kConsumerThreads + kWarpgroupThreads, "a consumer per 64 rows, and a producer");
 static_assert(!kQFp8 || kKvElement == Element::kE4m3, "fp8 queries meet a cache of their own type");
@@ -159,7 +160,8 @@ __device__ __forceinline__ void wait_empty(const Shared& shared, Barrier ring, u
   mbarrier_sleep(shared.barrier(ring + count % ring_stages(ring)), (count / ring_stages(ring) & 1) ^ 1);
 }
 
-// One thread of the CTA.
+// One thread of the CTA. Barriers of segments count every thread that wrote or read what they hand over, and so release its accesses:
+// racecheck cannot follow a __syncwarp and then one lane's arrival, and once per segment all of them cost nothing that can be measured.
 __device__ __forceinline__ void init_barriers(const Fa3Params& params, const Shared& shared) {
   for (int stage = 0; stage < kNumStages; ++stage) {
     mbarrier_init(shared.barrier(kKFull + stage), 1), mbarrier_init(shared.barrier(kKEmpty + stage), kConsumers);
@@ -167,12 +169,12 @@ __device__ __forceinline__ void init_barriers(const Fa3Params& params, const Sha
     if (kQFp8) mbarrier_init(shared.barrier(kVCopied + stage), 1), mbarrier_init(shared.barrier(kVTurned + stage), kTurners);
   }
   for (int slot = 0; slot < kWorkSlots; ++slot) {
-    mbarrier_init(shared.barrier(kWorkFull + slot), 1), mbarrier_init(shared.barrier(kWorkEmpty + slot), kWorkReaders);
+    mbarrier_init(shared.barrier(kWorkFull + slot), kConsumers), mbarrier_init(shared.barrier(kWorkEmpty + slot), kWorkReaders);
   }
   for (int buffer = 0; buffer < kConsumers * kQBuffers; ++buffer) {
     // Copies by the copy engine are announced by one lane, others by the lane that makes them, 32 rows at a time.
     mbarrier_init(shared.barrier(kQFull + buffer), kWarpgroupRows / kRowsOfWarp * (params.q_boxes ? 1 : 32));
-    mbarrier_init(shared.barrier(kQDone + buffer), kWarpgroupThreads / 32);
+    mbarrier_init(shared.barrier(kQDone + buffer), kWarpgroupThreads);
   }
   mbarrier_init_fence();
 }
@@ -183,10 +185,15 @@ __device__ __forceinline__ const QueuedWork& wait_for_work(const Shared& shared,
   return shared.work(slot);
 }
 
-// The warp has read what it needs of that segment.
+// What follows from the result is computed where it is used, and holds no register on the way there.
+__device__ __forceinline__ unsigned recompute_from(unsigned value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+
+// All threads of a warp: it has read what it needs of that segment.
 __device__ __forceinline__ void release_work(const Shared& shared, unsigned slot) {
-  __syncwarp();
-  if (lane_idx() == 0) mbarrier_arrive(shared.barrier(kWorkEmpty + slot % kWorkSlots));
+  mbarrier_arrive(shared.barrier(kWorkEmpty + recompute_from(slot) % kWorkSlots));
 }
 
 // Named barriers: a turn and a meeting point for each consumer warpgroup, and one where all consumers meet.

@@ -95,8 +95,11 @@ __device__ __forceinline__ void merge_rows(const AttentionParams& params, const 
   constexpr int kVectorFloats = sizeof(Vector) / 4, kVectors = kColumns / kVectorFloats;
   const Tile& tile = work.tile;
   int lane = lane_idx(), num_parts = work.group.num_parts;
+  int thread = ConsumerThreads::index();
+  // What follows from it is computed here: it would lie in memory through all segments that are not merged.
+  asm volatile("" : "+r"(thread));
 #pragma unroll 1
-  for (int first_row = ConsumerThreads::index() / 32 * kRows; first_row < tile.num_rows; first_row += kConsumerWarps * kRows) {
+  for (int first_row = thread / 32 * kRows; first_row < tile.num_rows; first_row += kConsumerWarps * kRows) {
     float row_max[kRows], row_sum[kRows], sum[kRows][kColumns];
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {

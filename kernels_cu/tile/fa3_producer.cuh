@@ -23,7 +23,7 @@ __device__ __forceinline__ void publish_next(const AttentionParams& params, cons
     work.seen_to[producer_lane()] = min(make_row(params, work.tile, work.segment.kv_head, first_row).hi, work.segment.kv_end - 1);
   }
   __syncwarp();
-  if (producer_lane() == 0) mbarrier_arrive(shared.barrier(kWorkFull + slot));
+  if (producer_lane() < kConsumers) mbarrier_arrive(shared.barrier(kWorkFull + slot));
 }
 
 // Where the box of this lane lies for the tile that starts at `key_begin`: page and slot of its first key. Boxes without a key that the
@@ -80,8 +80,8 @@ __device__ __forceinline__ void end_values_to_turn(const Shared& shared, unsigne
   }
 }
 
-// Copy every K tile of the CTA, of fp8 every V tile as well, and publish its segments. What it needs of a segment is read from shared memory each time: this warp
-// has few registers, and publishing takes most of them.
+// Copy every K tile of the CTA, of fp8 every V tile as well, and publish its segments. What it needs of a segment is read from shared
+// memory each time: this warp has few registers, and publishing takes most of them.
 __device__ __forceinline__ void produce_k(const Fa3Params& params, const Shared& shared) {
   // Before the first segment, one without keys: publishing has one place, behind the first tile of the segment before.
   if (producer_lane() == 0) {

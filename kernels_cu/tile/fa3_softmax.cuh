@@ -10,11 +10,11 @@
 // Stands for the maximum of a row that has seen no key: finite, so that -inf minus it is still -inf.
 constexpr float kNoMax = -1e30f;
 // How far a row's reference lies below its maximum when it is set, in powers of two, and how far at most before sums and output are
-// rescaled: half holds 2^8. e4m3 holds 448, with few bits: there the largest weight is 2^8 exactly when it sets the reference and less than
-// 2^8.75 later, and weights down to 2^-18 of the largest are kept.
+// rescaled: half holds 2^8. e4m3 holds 448, with few bits: there the weight that sets a reference is 2^8 exactly, none exceeds 2^8.75, and
+// weights down to 2^-18 of the largest are kept.
 constexpr float kReferenceDepth = kQFp8 ? 8.f : 0.f, kLargestDepth = kQFp8 ? 8.75f : 8.f;
-// Whether maxima are found by comparing integers.
-constexpr bool kIntegerMaxima = kQFp8;
+// Whether maxima are found by comparing integers first. Three consumers have no registers for both ways.
+constexpr bool kIntegerMaxima = kConsumers == 2;
 // A scale of zero would turn a masked -inf into NaN.
 constexpr float kLeastScale = 1e-30f;
 
@@ -82,7 +82,7 @@ __device__ __forceinline__ void finish_logits(const AttentionParams& params, con
   }
   if (key_begin < work.seen_from[consumer] || key_begin + kKvTile - 1 > work.seen_to[consumer]) {
     // Few tiles come here, so where accumulators fill the registers the bounds are found anew.
-    ThreadRows bounds = kHeadDimVo > 128 || kConsumers == 3 ? ThreadRows(params, work, consumer, threadIdx.x / 32 % 4) : rows;
+    ThreadRows bounds = kHeadDimVo > 128 || kKvTile > 128 || kConsumers == 3 ? ThreadRows(params, work, consumer, threadIdx.x / 32 % 4) : rows;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       int lo = bounds.lo[r] - lane_key, hi = bounds.hi[r] - lane_key;
@@ -98,8 +98,15 @@ __device__ __forceinline__ void finish_logits(const AttentionParams& params, con
   }
 }
 
-// The largest logit of each thread row, on each of its four lanes.
-__device__ __forceinline__ void find_maxima(const Logits& s, float (&largest)[2]) {
+// Over the four lanes of a thread row.
+template <class T>
+__device__ __forceinline__ T row_max(T x) {
+  x = max(x, __shfl_xor_sync(kFullWarp, x, 1));
+  return max(x, __shfl_xor_sync(kFullWarp, x, 2));
+}
+
+// The largest logit of this thread in each of its rows.
+__device__ __forceinline__ void float_maxima(const Logits& s, float (&largest)[2]) {
   // Two chains per row, so that neighbouring operations do not wait for each other.
   float chain[2][2];
 #pragma unroll
@@ -107,57 +114,56 @@ __device__ __forceinline__ void find_maxima(const Logits& s, float (&largest)[2]
 #pragma unroll
   for (int i = 4; i < kKvTile / 2; ++i) chain[i / 2 % 2][i % 2] = fmaxf(chain[i / 2 % 2][i % 2], s[i]);
 #pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    float x = fmaxf(chain[r][0], chain[r][1]);
-    x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, 1));
-    largest[r] = fmaxf(x, __shfl_xor_sync(kFullWarp, x, 2));
-  }
+  for (int r = 0; r < 2; ++r) largest[r] = fmaxf(chain[r][0], chain[r][1]);
 }
 
-// The same from bits compared as integers, three at a time: right unless it is negative, and then negative too.
-__device__ __forceinline__ void find_positive_maxima(const Logits& s, float (&largest)[2]) {
+// The same by comparing bits as integers, of which Hopper compares three at a time: exact unless it is negative.
+__device__ __forceinline__ void integer_maxima(const Logits& s, int (&largest)[2]) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     int chain[2] = {__float_as_int(s[r * 2]), __float_as_int(s[r * 2 + 1])};
 #pragma unroll
     for (int i = r * 2 + 4; i < kKvTile / 2; i += 4) {
-      chain[i / 4 % 2] = max(max(chain[i / 4 % 2], __float_as_int(s[i])), __float_as_int(s[i + 1]));
+      int& value = chain[i / 4 % 2];
+      value = max(max(value, __float_as_int(s[i])), __float_as_int(s[i + 1]));
     }
-    int x = max(chain[0], chain[1]);
-    x = max(x, __shfl_xor_sync(kFullWarp, x, 1));
-    largest[r] = __int_as_float(max(x, __shfl_xor_sync(kFullWarp, x, 2)));
+    largest[r] = max(chain[0], chain[1]);
   }
 }
 
-// Take the logits of a tile into the running maximum. `rescale` brings what was summed before to the new one.
+// Take the logits of a tile into the rows' references. `rescale` brings what was summed before to the new ones.
 __device__ __forceinline__ void update_reference(const AttentionParams& params, const ThreadRows& rows, const Logits& s, RowState& state, float (&rescale)[2]) {
-  float scale[kRowScales];
-#pragma unroll
-  for (int r = 0; r < kRowScales; ++r) scale[r] = exponent_scale(params, rows, r);
   float largest[2];
-  bool found = false;
+  bool is_exact = false;
   if constexpr (kIntegerMaxima) {
-    find_positive_maxima(s, largest);
-    // Where no logit is positive, only a reference that lies below zero by more than its depth could move.
-    auto is_open = [&](int r) { return __float_as_int(largest[r]) < 0 && state.max[r] < -kLargestDepth; };
-    found = !__any_sync(kFullWarp, is_open(0) || is_open(1));
+    int bits[2];
+    integer_maxima(s, bits);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) largest[r] = __int_as_float(bits[r] = row_max(bits[r]));
+    // Where no logit is positive, that is enough for a reference which none of those would move.
+    is_exact = !__any_sync(kFullWarp, bits[0] < 0 && state.max[0] < -kLargestDepth || bits[1] < 0 && state.max[1] < -kLargestDepth);
   }
-  if (!found) find_maxima(s, largest);
+  if (!is_exact) {
+    float_maxima(s, largest);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) largest[r] = row_max(largest[r]);
+  }
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     // A reference a little below the maximum is as good, and most tiles then leave the output as it is.
-    float scaled = largest[r] * scale[r % kRowScales];
+    float scaled = largest[r] * exponent_scale(params, rows, r);
     float new_max = scaled > state.max[r] + kLargestDepth ? scaled - kReferenceDepth : state.max[r];
     rescale[r] = ex2(state.max[r] - new_max);
     state.max[r] = new_max;
   }
 }
 
-// Logits to exponentials, which join the running sum.
+// Make the logits of a tile exponentials, and add them to the running sums.
 __device__ __forceinline__ void exponentiate(const AttentionParams& params, const ThreadRows& rows, Logits& s, RowState& state, const float (&rescale)[2]) {
-  float scale[kRowScales], sum[2][2];
+  float scale[kRowScales];
 #pragma unroll
   for (int r = 0; r < kRowScales; ++r) scale[r] = exponent_scale(params, rows, r);
+  float sum[2][2];  // two chains per row here too
 #pragma unroll
   for (int i = 0; i < kKvTile / 2; ++i) {
     s[i] = ex2(fmaf(s[i], scale[i / 2 % 2 % kRowScales], -state.max[i / 2 % 2]));

@@ -54,8 +54,9 @@ __device__ __forceinline__ unsigned recompute_from(unsigned value) {
 // Row of the tile that thread row `r` is.
 __device__ __forceinline__ int thread_row(int r) { return warp_idx() * kWarpRows + r * 8 + lane_idx() / 4; }
 
-// A segment and its tile, as thread 0 publishes them in shared memory; `valid` is false past the last one.
-struct Work {
+// A segment and its tile, as thread 0 publishes them in shared memory; `valid` is false past the last one. Aligned, so that no vector
+// load of its fields covers bytes of a neighbour, which may be written at that time.
+struct alignas(16) Work {
   Tile tile;
   Segment segment;
   bool valid;

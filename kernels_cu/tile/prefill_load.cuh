@@ -221,15 +221,17 @@ struct NextRows {
     source = static_cast<const unsigned char*>(kIsK ? params.k : params.v) + offset;
     target = stage + Swizzle<Steps::kRowBytes>::offset(warp_key + lane_row, lane_chunk);
   }
-  // Nothing happens unless `wanted`, which is constant for ragged keys.
-  __device__ __forceinline__ void start(const AttentionParams& params, bool wanted) {
+  __device__ __forceinline__ void start(const AttentionParams& params) { start_if<false>(params, true); }
+  // Nothing happens unless `wanted`.
+  template <bool kMaybe>
+  __device__ __forceinline__ void start_if(const AttentionParams& params, bool wanted) {
 #pragma unroll
     for (int row = 0; row < kWarpKeys; row += Steps::kStepRows) {
 #pragma unroll
       for (int chunk = 0; chunk < Steps::kChunks; chunk += Steps::kLaneChunks) {
         // What is constant comes last, where it is part of the instruction.
         unsigned to = Swizzle<Steps::kRowBytes>::advance_rows(target, row) + (kIsK ? 0 : kKBytes) + chunk * 16;
-        if constexpr (kPaged) {
+        if constexpr (kMaybe) {
           cp_async_16_if(wanted, to, source + chunk * 16, row < num_seen);
         } else {
           cp_async_16(to, source + chunk * 16, row < num_seen);

@@ -21,27 +21,50 @@ __device__ __forceinline__ void load_q_fragments(unsigned (&a)[kRowTiles][4], un
   for (int m = 0; m < kRowTiles; ++m) ldmatrix_x4(a[m], Swizzle<kQRowBytes>::advance(q_lane, step * 2) + m * 16 * kQRowBytes);
 }
 
-// 16-bit keys: all steps of 16 dims, each with the operands of the next one on their way.
-__device__ __forceinline__ void logits_steps(Logits& s, unsigned q_lane, unsigned k_lane) {
-  constexpr int kSteps = kHeadDimQk / 16;
-  unsigned a[2][kRowTiles][4], b[2][kKeyTiles / 2][4];
+// What this lane addresses for ldmatrix in the query tile and a K tile.
+struct LaneAddresses {
+  unsigned q, k;
+
+  __device__ __forceinline__ LaneAddresses(unsigned q_tile, unsigned k_tile) {
+    unsigned thread = recompute_from(threadIdx.x), lane = thread % 32;
+    q = q_tile + Swizzle<kQRowBytes>::offset(thread / 32 * kWarpRows + lane % 16, lane / 16);
+    k = k_tile + k_lane_offset(lane);
+  }
+};
+
+// The operands of one step of 16 dims of 16-bit queries and keys.
+struct StepOperands {
+  unsigned a[kRowTiles][4], b[kKeyTiles / 2][4];
+
+  __device__ __forceinline__ void load(LaneAddresses at, int step) {
+    load_q_fragments(a, at.q, step);
 #pragma unroll
-  for (int step = -1; step < kSteps; ++step) {
-    if (step + 1 < kSteps) {
-      int next = (step + 1) & 1;
-      load_q_fragments(a[next], q_lane, step + 1);
+    for (int pair = 0; pair < kKeyTiles / 2; ++pair) ldmatrix_x4(b[pair], Swizzle<kKRowBytes>::advance(at.k, step * 2) + pair * 16 * kKRowBytes);
+  }
+};
+
+__device__ __forceinline__ void clear(Logits& s) {
+#pragma unroll
+  for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+    for (int n = 0; n < kKeyTiles; ++n) s[m][n][0] = s[m][n][1] = s[m][n][2] = s[m][n][3] = 0.f;
+  }
+}
+
+// 16-bit keys: all steps of 16 dims, each with the operands of the next one on their way. `first` are those of the first.
+__device__ __forceinline__ void logits_steps(Logits& s, LaneAddresses addresses, const StepOperands& first) {
+  constexpr int kSteps = kHeadDimQk / 16;
+  StepOperands operands[2] = {first};
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+    if (step + 1 < kSteps) operands[(step + 1) & 1].load(addresses, step + 1);
+    const StepOperands& at = operands[step & 1];
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
       for (int pair = 0; pair < kKeyTiles / 2; ++pair) {
-        ldmatrix_x4(b[next][pair], Swizzle<kKRowBytes>::advance(k_lane, step * 2 + 2) + pair * 16 * kKRowBytes);
-      }
-    }
-    if (step < 0) continue;
-#pragma unroll
-    for (int pair = 0; pair < kKeyTiles / 2; ++pair) {
-#pragma unroll
-      for (int m = 0; m < kRowTiles; ++m) {
-        mma_m16n8k16(s[m][pair * 2], a[step & 1][m], b[step & 1][pair][0], b[step & 1][pair][1]);
-        mma_m16n8k16(s[m][pair * 2 + 1], a[step & 1][m], b[step & 1][pair][2], b[step & 1][pair][3]);
+        mma_m16n8k16(s[m][pair * 2], at.a[m], at.b[pair][0], at.b[pair][1]);
+        mma_m16n8k16(s[m][pair * 2 + 1], at.a[m], at.b[pair][2], at.b[pair][3]);
       }
     }
   }
@@ -93,53 +116,33 @@ __device__ __forceinline__ void logits_step_fp8_rope(Logits& s, unsigned q_lane,
 
 // Raw products of the warp's rows with kLogitKeys keys; `k_tile` is where the first one lies, `key_begin` its index.
 __device__ __forceinline__ void compute_logits(Logits& s, unsigned q_tile, unsigned k_tile, const float2* turns, int key_begin) {
-  unsigned thread = recompute_from(threadIdx.x), lane = thread % 32;
-  unsigned q_lane = q_tile + Swizzle<kQRowBytes>::offset(thread / 32 * kWarpRows + lane % 16, lane / 16);
-  unsigned k_lane = k_tile + k_lane_offset(lane);
-#pragma unroll
-  for (int m = 0; m < kRowTiles; ++m) {
-#pragma unroll
-    for (int n = 0; n < kKeyTiles; ++n) s[m][n][0] = s[m][n][1] = s[m][n][2] = s[m][n][3] = 0.f;
-  }
+  LaneAddresses at(q_tile, k_tile);
+  clear(s);
   if constexpr (!kFp8Kv) {
-    logits_steps(s, q_lane, k_lane);
+    StepOperands first;
+    first.load(at, 0);
+    logits_steps(s, at, first);
   } else if constexpr (kRope) {
     // Unrolled, the angles of later steps would be computed early and kept.
 #pragma unroll 1
-    for (int step = 0; step < kHeadDimQk / 32; ++step) logits_step_fp8_rope(s, q_lane, k_lane, step, turns, key_begin);
+    for (int step = 0; step < kHeadDimQk / 32; ++step) logits_step_fp8_rope(s, at.q, at.k, step, turns, key_begin);
   } else {
 #pragma unroll
-    for (int step = 0; step < kHeadDimQk / 16; ++step) logits_step_fp8(s, q_lane, k_lane, step);
+    for (int step = 0; step < kHeadDimQk / 16; ++step) logits_step_fp8(s, at.q, at.k, step);
   }
 }
 
-// Exponentials of 16 keys, summed, and packed as the left operand of a product.
-__device__ __forceinline__ void exponentials(unsigned (&p)[kRowTiles][4], const Logits& s, const float (&scale)[kThreadRows], RowState& state,
-                                             int step) {
-#pragma unroll
-  for (int j = 0; j < 2; ++j) {
-#pragma unroll
-    for (int r = 0; r < kThreadRows; ++r) {
-      const float(&x)[4] = s[r / 2][step * 2 + j];
-      float low = ex2(fmaf(x[r % 2 * 2], scale[r], -state.max[r]));
-      float high = ex2(fmaf(x[r % 2 * 2 + 1], scale[r], -state.max[r]));
-      state.sum[r] += low + high;
-      p[r / 2][j * 2 + r % 2] = pack_pair<kMmaElement>(low, high);
-    }
-  }
-}
-
-// output += exponentials of the logits times the values of their keys, the first of which lies at `v_tile`.
-__device__ __forceinline__ void accumulate_output(Output& o, const Logits& s, const float* logit_scales, RowState& state, unsigned v_tile) {
-  float scale[kThreadRows];
-#pragma unroll
-  for (int r = 0; r < kThreadRows; ++r) scale[r] = exponent_scale(logit_scales, r);
+// output += exponentials of the logits times the values of their keys, the first of which lies at `v_tile`. With kHaveFirst the first 16
+// exponentials are made and summed.
+template <bool kHaveFirst>
+__device__ __forceinline__ void accumulate_output(Output& o, const Logits& s, const RowScales& scales, RowState& state, const FirstWeights& first,
+                                                  unsigned v_tile) {
   unsigned lane = recompute_from(threadIdx.x) % 32;
   unsigned v_lane = v_tile + Swizzle<kVRowBytes>::offset(lane % 16, lane / 16);
 #pragma unroll
   for (int step = 0; step < kLogitKeys / 16; ++step) {
-    unsigned p[kRowTiles][4];
-    exponentials(p, s, scale, state, step);
+    StepWeights weights = first.weights;
+    if (!kHaveFirst || step > 0) exponentials(weights, state.sum, s, scales, state, step);
 #pragma unroll
     for (int pair = 0; pair < kVRowBytes / 32; ++pair) {
       unsigned b[4];
@@ -153,14 +156,14 @@ __device__ __forceinline__ void accumulate_output(Output& o, const Logits& s, co
             unsigned b0 = fp8_pair_to_half(__byte_perm(b[block * 2], 0, odd ? 0x4431 : 0x4420));
             unsigned b1 = fp8_pair_to_half(__byte_perm(b[block * 2 + 1], 0, odd ? 0x4431 : 0x4420));
 #pragma unroll
-            for (int m = 0; m < kRowTiles; ++m) mma_m16n8k16(o[m][pair * 4 + block * 2 + odd], p[m], b0, b1);
+            for (int m = 0; m < kRowTiles; ++m) mma_m16n8k16(o[m][pair * 4 + block * 2 + odd], weights.a[m], b0, b1);
           }
         }
       } else {
 #pragma unroll
         for (int m = 0; m < kRowTiles; ++m) {
-          mma_m16n8k16(o[m][pair * 2], p[m], b[0], b[1]);
-          mma_m16n8k16(o[m][pair * 2 + 1], p[m], b[2], b[3]);
+          mma_m16n8k16(o[m][pair * 2], weights.a[m], b[0], b[1]);
+          mma_m16n8k16(o[m][pair * 2 + 1], weights.a[m], b[2], b[3]);
         }
       }
     }

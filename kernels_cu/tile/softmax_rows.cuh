@@ -22,10 +22,15 @@ struct RowState {
   }
 };
 
-// Multiplier of thread row `r` inside the exponent.
-__device__ __forceinline__ float exponent_scale(const float* logit_scales, int r) {
-  return kTransformLogits ? 1.f : logit_scales[kScaleQRows ? thread_row(r) : 0];
-}
+// Multipliers inside the exponent.
+struct RowScales {
+  float at[kThreadRows];
+
+  __device__ __forceinline__ explicit RowScales(const float* logit_scales) {
+#pragma unroll
+    for (int r = 0; r < kThreadRows; ++r) at[r] = kTransformLogits ? 1.f : logit_scales[kScaleQRows ? thread_row(r) : 0];
+  }
+};
 
 // A natural logit through the user's transform, ready for the soft cap or the exponent.
 __device__ __forceinline__ float user_logit_of(const AttentionParams& params, const Work& work, const Row& row, int key, float logit) {
@@ -114,30 +119,72 @@ __device__ __forceinline__ void mask_logits(const AttentionParams& params, const
   }
 }
 
+// Exponentials of 16 keys, packed as the left operand of a product.
+struct StepWeights {
+  unsigned a[kRowTiles][4];
+};
+
+// Make the exponentials of step `step`, and add them to `sum`.
+__device__ __forceinline__ void exponentials(StepWeights& weights, float (&sum)[kThreadRows], const Logits& s, const RowScales& scales,
+                                             const RowState& state, int step) {
+#pragma unroll
+  for (int j = 0; j < 2; ++j) {
+#pragma unroll
+    for (int r = 0; r < kThreadRows; ++r) {
+      const float(&x)[4] = s[r / 2][step * 2 + j];
+      float low = ex2(fmaf(x[r % 2 * 2], scales.at[r], -state.max[r]));
+      float high = ex2(fmaf(x[r % 2 * 2 + 1], scales.at[r], -state.max[r]));
+      sum[r] += low + high;
+      weights.a[r / 2][j * 2 + r % 2] = pack_pair<kMmaElement>(low, high);
+    }
+  }
+}
+
+// The exponentials of an iteration's first 16 keys, when they are made before the rest.
+struct FirstWeights {
+  StepWeights weights;
+  float sum[kThreadRows];
+
+  __device__ __forceinline__ void make(const Logits& s, const RowScales& scales, const RowState& state) {
+#pragma unroll
+    for (int r = 0; r < kThreadRows; ++r) sum[r] = 0.f;
+    exponentials(weights, sum, s, scales, state, 0);
+  }
+};
+
 // Take the logits of one iteration into the running maximum. Output and sum are rescaled only when a maximum of the warp
-// has grown by more than kLazyGrowth: the reference cancels in the end, and most iterations leave 128 multiplications out.
-__device__ __forceinline__ void update_softmax(const Logits& s, const float* logit_scales, RowState& state, Output& o) {
-  float row_max[kThreadRows];
+// has grown by more than kLazyGrowth: the reference cancels in the end, and most iterations leave 128 multiplications out. Whether it has,
+// lanes find out without the others of their row. With kSpeculate the first exponentials are made meanwhile, and once more if it has.
+template <bool kSpeculate>
+__device__ __forceinline__ void update_softmax(const Logits& s, const RowScales& scales, RowState& state, Output& o, FirstWeights& first) {
+  float lane_max[kThreadRows];
   bool grown = false;
 #pragma unroll
   for (int r = 0; r < kThreadRows; ++r) {
     float x = neg_inf();
 #pragma unroll
     for (int n = 0; n < kKeyTiles; ++n) x = fmaxf(x, fmaxf(s[r / 2][n][r % 2 * 2], s[r / 2][n][r % 2 * 2 + 1]));
-    x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, 1));
-    x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, 2));
-    row_max[r] = x * exponent_scale(logit_scales, r);
-    grown |= row_max[r] - state.max[r] > kLazyGrowth;
+    lane_max[r] = x * scales.at[r];
+    grown |= lane_max[r] - state.max[r] > kLazyGrowth;
   }
-  if (!__any_sync(kFullWarp, grown)) return;
+  if constexpr (kSpeculate) first.make(s, scales, state);
+  if (__any_sync(kFullWarp, grown)) {
 #pragma unroll
-  for (int r = 0; r < kThreadRows; ++r) {
-    float new_max = fmaxf(state.max[r], row_max[r]);
-    float rescale = ex2(state.max[r] - new_max);
-    state.max[r] = new_max;
-    state.sum[r] *= rescale;
+    for (int r = 0; r < kThreadRows; ++r) {
+      float x = fmaxf(lane_max[r], __shfl_xor_sync(kFullWarp, lane_max[r], 1));
+      x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, 2));
+      float new_max = fmaxf(state.max[r], x);
+      float rescale = ex2(state.max[r] - new_max);
+      state.max[r] = new_max;
+      state.sum[r] *= rescale;
 #pragma unroll
-    for (int n = 0; n < kDimTiles; ++n) o[r / 2][n][r % 2 * 2] *= rescale, o[r / 2][n][r % 2 * 2 + 1] *= rescale;
+      for (int n = 0; n < kDimTiles; ++n) o[r / 2][n][r % 2 * 2] *= rescale, o[r / 2][n][r % 2 * 2 + 1] *= rescale;
+    }
+    if constexpr (kSpeculate) first.make(s, scales, state);
+  }
+  if constexpr (kSpeculate) {
+#pragma unroll
+    for (int r = 0; r < kThreadRows; ++r) state.sum[r] += first.sum[r];
   }
 }
 

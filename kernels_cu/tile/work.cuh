@@ -3,6 +3,9 @@
 #pragma once
 
 #include "params.cuh"
+#include "ptx/cp_async.cuh"
+#include "ptx/ldmatrix.cuh"
+#include "ptx/sync.cuh"
 
 struct Tile {
   int request, q_begin, row_begin, num_rows;
@@ -28,27 +31,42 @@ struct Segment {
 
 // Walks the segments of this CTA. One that runs ahead of the arithmetic keeps the next segment's tile on its way, so that moving
 // on does not wait for memory; one that follows finds the tiles in L1. One without registers to spare reads a tile back from shared
-// memory, where it lies, field by field.
-template <bool kRunsAhead, bool kFewRegisters = false>
+// memory, where it lies, field by field. One that copies lies in shared memory, runs ahead, and never waits itself: the copies of its
+// thread must have arrived before `next`.
+template <bool kRunsAhead, bool kFewRegisters = false, bool kCopies = false>
 struct WorkCursor {
+  // At head_dim 256 the 16-row kernel has no registers for a tile ahead, and waits for it where a segment begins; copies in flight last
+  // longer than that.
+  static constexpr bool kKeepsAhead = kRunsAhead && (kCtaTileQ > 16 || kHeadDimVo <= 128);
   int num_whole_units, whole_unit, wave;
   int unit, iter, remaining;
   int first_group, first_part, tail_group, tail_part;
-  Tile ahead;
+  alignas(16) Tile ahead;
 
-  __device__ __forceinline__ explicit WorkCursor(const AttentionParams& params) : whole_unit(blockIdx.x), wave(0) {
+  __device__ __forceinline__ explicit WorkCursor(const AttentionParams& params) { start(params); }
+
+  __device__ __forceinline__ void start(const AttentionParams& params) {
+    whole_unit = blockIdx.x, wave = 0;
     const int4* record = reinterpret_cast<const int4*>(params.cta_work) + 2 * blockIdx.x;
     int4 a = __ldg(record), b = __ldg(record + 1);
     // Most launches begin with whole units: ask for the first one's tile without waiting for the record that says so.
-    if constexpr (kRunsAhead) ahead = load_tile(params, min(divide(blockIdx.x, params.by_num_kv_heads), params.max_tiles - 1));
+    if constexpr (kRunsAhead) {
+      int guess = min(divide(blockIdx.x, params.by_num_kv_heads), params.max_tiles - 1);
+      if constexpr (kKeepsAhead && !kCopies) {
+        look_at(params, guess);
+      } else {
+        prefetch_l2(params.tiles + 12ll * guess);
+      }
+    }
     num_whole_units = a.x, unit = a.y, iter = a.z, remaining = a.w;
     first_group = b.x, first_part = b.y, tail_group = b.z, tail_part = b.w;
-    if (kRunsAhead && whole_unit >= num_whole_units) look_ahead(params);
+    // Two copies to one place may land in either order, so a cursor that copies waits for the record.
+    if (kKeepsAhead && (kCopies || whole_unit >= num_whole_units)) look_ahead(params);
   }
 
   // Move to the next segment; false when the share is done.
   __device__ __forceinline__ bool next(const AttentionParams& params, Tile& tile, Segment& segment) {
-    if constexpr (!kRunsAhead) look_ahead(params);
+    if constexpr (!kKeepsAhead) look_ahead(params);
     if constexpr (kFewRegisters) asm volatile("" ::: "memory");
     tile = ahead;
     if constexpr (kFewRegisters) asm volatile("" ::: "memory");
@@ -80,7 +98,7 @@ struct WorkCursor {
     int first_position = tile.kv_len - tile.qo_len + divide(tile.row_begin, params.by_group_size);
     segment.first_seen = params.window_left >= 0 ? max(segment.kv_begin, first_position - params.window_left) : segment.kv_begin;
     if (tile.split_group >= 0) segment.group = tile.split_group + segment.kv_head, segment.part = tile.split_part;
-    if constexpr (kRunsAhead) look_ahead(params);
+    if constexpr (kKeepsAhead) look_ahead(params);
     return true;
   }
 
@@ -93,9 +111,21 @@ struct WorkCursor {
 
   __device__ __forceinline__ void look_ahead(const AttentionParams& params) {
     if (whole_unit < num_whole_units) {
-      ahead = load_tile(params, divide(whole_unit, params.by_num_kv_heads));
+      look_at(params, divide(whole_unit, params.by_num_kv_heads));
     } else if (remaining > 0) {
-      ahead = load_tile(params, divide(unit, params.by_num_kv_heads));
+      look_at(params, divide(unit, params.by_num_kv_heads));
+    }
+  }
+
+  __device__ __forceinline__ void look_at(const AttentionParams& params, int tile_idx) {
+    if constexpr (kCopies) {
+      const int4* record = reinterpret_cast<const int4*>(params.tiles) + 3ll * tile_idx;
+      unsigned target = smem_address(&ahead);
+#pragma unroll
+      for (int i = 0; i < 3; ++i) cp_async_16(target + i * 16, record + i);
+      cp_async_commit();
+    } else {
+      ahead = load_tile(params, tile_idx);
     }
   }
 };

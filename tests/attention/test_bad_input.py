@@ -147,6 +147,7 @@ def test_a_wrong_argument_of_plan(fault: Fault, op: str, backend: str) -> None:
     assert_same_bits(call.run(), want)
 
 
+@pytest.mark.decode
 def test_split_size_and_no_split_rule_each_other_out(backend: str) -> None:
     call = planned("decode", backend)
     with pytest.raises(ArgumentError, match=r"fixed_split_size: got 4 together with disable_split_kv"):
@@ -287,12 +288,12 @@ def test_keys_of_another_batch(backend: str) -> None:
         paged.wrapper.run(paged.q, tuple(cache[:last] for cache in paged.caches))
 
 
-def test_a_cache_of_the_other_layout(backend: str) -> None:
-    for op in OPS:
-        call, other = planned(op, backend), planned(op, backend, layout="HND")
-        kv = [tuple(other.caches)] if call.case.paged else other.caches
-        with pytest.raises(ArgumentError, match=as_named_by(call, "k: got shape")):
-            call.wrapper.run(call.q, *kv)
+@pytest.mark.parametrize("op", OPS)
+def test_a_cache_of_the_other_layout(op: str, backend: str) -> None:
+    call, other = planned(op, backend), planned(op, backend, layout="HND")
+    kv = [tuple(other.caches)] if call.case.paged else other.caches
+    with pytest.raises(ArgumentError, match=as_named_by(call, "k: got shape")):
+        call.wrapper.run(call.q, *kv)
 
 
 def test_a_cache_that_is_no_cache(backend: str) -> None:

@@ -90,6 +90,7 @@ def test_runs_repeat(op: str, backend: str) -> None:
         assert_same_bits(call.run(), want)
 
 
+@pytest.mark.decode
 def test_what_workspaces_held_before(backend: str) -> None:
     """Ones, zeros, and what a plan of another batch left, interrupted by nothing."""
     case = Case((32768 if backend != "host" else 3000,), heads=(32, 8), dtype="bfloat16")

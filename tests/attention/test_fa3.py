@@ -12,6 +12,8 @@ import cupyinfer
 from cupyinfer.backends.device import current_device, read_profile
 from cupyinfer.schedule.tiles import FA3_ARCH, FA3_TILES, fa3_tile_q
 from tests.support.batches import Case
+from tests.support.compare import assert_attention_close
+from tests.support.oracle import AttentionOptions, attention_oracle, low_precision_reference
 from tests.support.runner import Call, run_case
 
 #: Groups that fill boxes of 32 packed rows, and such that do not.
@@ -64,7 +66,8 @@ def test_many_segments_follow_each_other(head_dims: tuple[int, int]) -> None:
         (64, 128, {}),
         (256, 128, {}),
         (16, 160, {"dtype": "bfloat16", "layout": "HND"}),
-        (16, 160, {"window_left": 1100}),
+        (16, 160, {"window_left": 100}),
+        (80, 160, {"window_left": 600}),
         (16, 160, {"sinks": True}),
         (16, 128, {"soft_cap": 20.0}),
         (16, 128, {"pos_encoding": "ALIBI"}),
@@ -74,9 +77,9 @@ def test_many_segments_follow_each_other(head_dims: tuple[int, int]) -> None:
 )
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 def test_tiles_of_many_keys(page_size: int, tile: int, changed: dict[str, Any], causal: bool) -> None:
-    """The batch fills tiles of 160 keys; the causal diagonal, the window and the last page fall within tiles."""
+    """The batch fills tiles of 160 keys and pads those of 128; the causal diagonal, the window and the last page fall within tiles."""
     op = "ragged" if page_size == 1 else "paged"
-    case = Case((3040, 1590, 2237), (270, 33, 300), op, page_size=page_size, causal=causal, **changed)
+    case = Case((800, 480, 796), (40, 33, 64), op, page_size=page_size, causal=causal, **changed)
     call = Call(case, "fa3")
     call.plan()
     assert call.wrapper.plan_info.kv_tile == tile
@@ -159,3 +162,37 @@ def test_strided_and_repeated_rows() -> None:
     assert bool((out[:, :4] == 7).all() and (out[:, 12:] == 7).all() and (out[:, 4:12, 128:] == 7).all())
     same = cupy.broadcast_to(q[:1], q.shape)
     assert bool((wrapper.run(same, k, v) == wrapper.run(cupy.ascontiguousarray(same), k, v)).all())
+
+
+#: Logits of a query by steps of keys, in units of its own factor.
+LEVELS = {
+    "falling": np.linspace(-4, -40, 32),
+    "rising": np.linspace(-40, -4, 32),
+    "crossing": np.linspace(-30, 30, 32),
+    "saw": np.where(np.arange(32) % 3 == 0, -2.0, np.where(np.arange(32) % 3 == 1, -37.0, 3.0)),
+    "alike": np.full(32, -6.0),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("levels", LEVELS)
+def test_references_follow_logits_of_any_sign(levels: str, head_dim: int) -> None:
+    """Maxima are compared as integers, exact where some logit is positive: rows of neighbouring factors take both ways at once."""
+    import cupy
+
+    rng = np.random.default_rng(7)
+    factors = np.array([1.0, -1.0, 0.25, 2.0, -0.5, 0.0, 1.5])
+    q, k, v = (rng.standard_normal((count, heads, head_dim)).astype(np.float16) for count, heads in ((300, 4), (1600, 2), (1600, 2)))
+    q *= np.float16(0.1)
+    k *= np.float16(0.1)
+    q[:, :, 0] = factors[(np.arange(300)[:, None] + np.arange(4)) % len(factors)]
+    k[:, :, 0] = LEVELS[levels].repeat(50)[:, None]
+    offsets = [np.array([0, n], np.int32) for n in (300, 1600)]
+    wrapper = cupyinfer.BatchPrefillWithRaggedKVCacheWrapper(backend="fa3")
+    size = wrapper.workspace_size(*offsets, 4, 2, head_dim, sm_scale=1.0)
+    wrapper.reset_workspace_buffer(cupy.empty(size.float_bytes, cupy.uint8), cupy.empty(size.int_bytes, cupy.uint8))
+    wrapper.plan(*offsets, 4, 2, head_dim, sm_scale=1.0)
+    o, lse = wrapper.run(*(cupy.asarray(x) for x in (q, k, v)), return_lse=True)
+    call = q, [300], [k], [v], AttentionOptions(sm_scale=1.0)
+    assert_attention_close(o.get(), lse.get(), attention_oracle(*call), low_precision_reference(*call), [300])

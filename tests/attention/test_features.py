@@ -216,6 +216,7 @@ def test_options_only_a_plan_sets(op: str, name: str, value: Any, backend: str) 
     assert_same_bits(call.run(), want)
 
 
+@pytest.mark.decode
 @pytest.mark.parametrize("split", [{}, {"disable_split_kv": True}, {"fixed_split_size": 16}])
 def test_heads_of_one_rank_with_their_own_slopes(split: dict[str, Any], backend: str) -> None:
     """Tensor parallelism: heads 4 to 7 of 8, given their slopes, are the last four of all eight."""
@@ -233,6 +234,7 @@ def test_heads_of_one_rank_with_their_own_slopes(split: dict[str, Any], backend:
     assert_attention_close(*result, *((pair[0][:, 4:], pair[1][:, 4:]) for pair in (oracle, reference)), part.case.queries)
 
 
+@pytest.mark.decode
 @pytest.mark.parametrize("num_heads", [1, 2, 5, 12, 40, 64])
 def test_published_slopes(num_heads: int, backend: str) -> None:
     run_case(Case((1, 90), heads=(num_heads, num_heads), head_dims=SMALL, pos_encoding="ALIBI"), backend)
@@ -247,6 +249,7 @@ def test_alibi_slopes_need_alibi(backend: str) -> None:
             call.wrapper.plan(*call.plan_args, **{**call.plan_options, **options, name: np.ones(7, np.float32)})
 
 
+@pytest.mark.decode
 @pytest.mark.parametrize("split", [None, 2, 32, 512])
 def test_a_sink_is_counted_once(split: int | None, backend: str) -> None:
     """Windows that leave whole splits without a key, and a request shorter than one split."""
@@ -265,6 +268,7 @@ def test_a_sink_alone(op: str, backend: str) -> None:
     np.testing.assert_allclose(lse, np.broadcast_to(sinks / np.log(2), lse.shape), rtol=3e-7)
 
 
+@pytest.mark.decode
 def test_values_on_the_device_are_read_there(backend: str) -> None:
     """Slopes and sinks as arrays of the backend, which take no workspace on a GPU."""
     case = Case((300, 5), heads=(8, 2), head_dims=SMALL, pos_encoding="ALIBI", slopes=True, sinks=True)

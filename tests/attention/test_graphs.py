@@ -212,6 +212,7 @@ def test_nothing_compiles_under_capture(fresh_cache: Path, monkeypatch: pytest.M
     call.check((call.memory.get(out), call.memory.get(lse)))
 
 
+@pytest.mark.decode
 def test_batches_past_the_capacity(backend: str) -> None:
     """Eight requests and 64 pages: a ninth request or a 65th page is refused before anything is written."""
     first = Case((16,) * 8, heads=(8, 2), graph=True)
@@ -252,6 +253,7 @@ def test_prefill_batches_past_the_capacity(backend: str) -> None:
     assert_same_bits(call.run(), want)
 
 
+@pytest.mark.decode
 def test_options_of_a_graph_are_those_of_its_first_plan(backend: str) -> None:
     call = Call(Case((40, 50), graph=True), backend)
     call.plan()
@@ -262,6 +264,7 @@ def test_options_of_a_graph_are_those_of_its_first_plan(backend: str) -> None:
     assert call.wrapper.is_cuda_graph_enabled
 
 
+@pytest.mark.decode
 def test_a_padded_batch_is_the_batch(backend: str) -> None:
     case = Case((16, 33, 700), heads=(8, 2), graph=True, disable_split_kv=True)
     want = run_case(case, backend)

@@ -56,6 +56,7 @@ def test_a_module_is_a_wrapper_without_state(op: str, backend: str) -> None:
         module.workspace_size(*batch, q_data_type="float16")
 
 
+@pytest.mark.decode
 def test_two_plans_of_one_module(backend: str) -> None:
     """Plans are values: each runs in its own workspaces, in any order."""
     module = module_of(of_op("decode"), backend)

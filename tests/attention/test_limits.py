@@ -96,6 +96,7 @@ def test_index_arrays_of_any_width(op: str, width: Any, backend: str) -> None:
         assert_same_bits(call.run(), want)
 
 
+@pytest.mark.decode
 @pytest.mark.parametrize("step", [2, -1])
 def test_strided_index_arrays(step: int, backend: str) -> None:
     """Views with gaps or backwards, on the host and on the device, are read as they are."""
@@ -117,6 +118,7 @@ def test_strided_index_arrays(step: int, backend: str) -> None:
         assert_same_bits(call.run(), want)
 
 
+@pytest.mark.decode
 @pytest.mark.parametrize("last_page_len", [0, 1, 16])
 def test_any_last_page_length_without_pages(last_page_len: int, backend: str) -> None:
     call = Call(Case((0, 5)), backend)
@@ -127,6 +129,7 @@ def test_any_last_page_length_without_pages(last_page_len: int, backend: str) ->
     assert not o[0].astype(np.float32).any() and np.isneginf(lse[0]).all()
 
 
+@pytest.mark.decode
 def test_a_page_past_the_cache_is_refused(backend: str) -> None:
     call = Call(Case((4,), indices_on="host"), backend)
     call.plan_args[1] = np.array([999], np.int32)
@@ -171,6 +174,7 @@ def test_head_dims_without_a_kernel_are_refused(op: str, head_dim: int, backend:
     assert_same_bits(call.run(), want)
 
 
+@pytest.mark.decode
 def test_65536_requests(backend: str) -> None:
     """More rows than a grid has in its second dimension: each gets its own value row."""
     num = 65536 if backend != "host" else 2000
@@ -188,6 +192,7 @@ def test_65536_requests(backend: str) -> None:
     np.testing.assert_array_equal(o.view(np.uint16), values[table, 0].view(np.uint16))
 
 
+@pytest.mark.decode
 def test_many_requests_of_many_heads(backend: str) -> None:
     """2050 requests with 32 heads each: more (request, head) pairs than 16 bits count."""
     num = 2050 if backend != "host" else 65

@@ -149,6 +149,7 @@ def test_rows_between_the_rows_of_another_array_are_no_overlap(backend: str) -> 
         call.wrapper.run(q, k, v, out=k[: len(q)])
 
 
+@pytest.mark.decode
 def test_outputs_outside_of_what_a_plan_uses_are_fine(backend: str) -> None:
     """A workspace larger than the plan needs may hold the output behind the plan's part, and an empty batch writes nothing."""
     call = planned("decode", backend)
@@ -162,18 +163,18 @@ def test_outputs_outside_of_what_a_plan_uses_are_fine(backend: str) -> None:
     assert_same_bits((call.memory.get(out),), want[:1])
 
 
+@pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("value", ["no", 1, 0.0, None])
-def test_flags_are_true_or_false(value: Any, backend: str) -> None:
+def test_flags_are_true_or_false(value: Any, op: str, backend: str) -> None:
     """A string such as "no" would be true."""
     words = re.escape(f"got {value!r}, expected True or False")
-    for op, wrapper in WRAPPERS.items():
-        with pytest.raises(ArgumentTypeError, match=f"^use_cuda_graph: {words}$"):
-            wrapper(use_cuda_graph=value, backend=backend)
-        call = planned(op, backend)
-        kv = [tuple(call.caches)] if call.case.paged else call.caches
-        with pytest.raises(ArgumentTypeError, match=f"^return_lse: {words}$"):
-            call.wrapper.run(call.q, *kv, return_lse=value)
-        assert len(call.wrapper.run(call.q, *kv, return_lse=np.True_)) == 2
+    with pytest.raises(ArgumentTypeError, match=f"^use_cuda_graph: {words}$"):
+        WRAPPERS[op](use_cuda_graph=value, backend=backend)
+    call = planned(op, backend)
+    kv = [tuple(call.caches)] if call.case.paged else call.caches
+    with pytest.raises(ArgumentTypeError, match=f"^return_lse: {words}$"):
+        call.wrapper.run(call.q, *kv, return_lse=value)
+    assert len(call.wrapper.run(call.q, *kv, return_lse=np.True_)) == 2
     put = call.memory.put
     q, k, v = put(call.data.q), put(call.data.keys[0]), put(call.data.values[0])
     for single, query in ((single_decode_with_kv_cache, q[0]), (single_prefill_with_kv_cache, q)):

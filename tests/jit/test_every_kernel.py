@@ -81,6 +81,17 @@ def test_feature_kernel(variant: AttentionVariant, arch: str) -> None:
     check(variant, arch)
 
 
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize(
+    ("pos_encoding", "custom_mask", "soft_cap", "paged"),
+    [("ROPE_LLAMA", True, True, True), ("ROPE_LLAMA", True, False, False), ("ROPE_LLAMA", False, False, True), ("ALIBI", True, True, True)],
+)
+def test_the_fullest_decode_kernels(pos_encoding: str, custom_mask: bool, soft_cap: bool, paged: bool, kv_dtype: str) -> None:
+    """At head_dim 256 outputs take half of the registers; RoPE (keys to rotate) and ALiBi with a mask (row data) want most of the rest."""
+    features = {"pos_encoding": pos_encoding, "custom_mask": custom_mask, "soft_cap": soft_cap}
+    check(AttentionVariant("bfloat16", kv_dtype, 256, 256, 16, paged, **features), "sm_90a")
+
+
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100"])
 @pytest.mark.parametrize("paged", [True, False], ids=["paged", "ragged"])
 def test_three_ctas_fit_with_a_mask(paged: bool, arch: str) -> None:

@@ -98,12 +98,12 @@ def test_a_prepared_launch_works_in_a_thread_that_is_new_to_cuda() -> None:
 
     kernel = load_cubin(THROUGH_SMEM, compile_cubin(THROUGH_SMEM, gpu_profile().arch), 0)
     record = np.zeros((), PARAMS)
-    launch = kernel.prepared(2, 128, LARGE_SMEM, record.ctypes.data)
+    launch = kernel.prepared(128, LARGE_SMEM, record.ctypes.data)
     out = [cupy.full(256, -1, np.float32) for _ in range(2)]
     stream = cupy.cuda.get_current_stream()
     for i, n in enumerate((5, 7000)):
         record["out"], record["n"] = out[i].data.ptr, n
-        thread = threading.Thread(target=launch, args=(stream.ptr,))
+        thread = threading.Thread(target=launch, args=(2, stream.ptr))
         thread.start()
         thread.join()
     for i, n in enumerate((5, 7000)):

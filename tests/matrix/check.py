@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from cupyinfer.backends.device import read_profile
 from cupyinfer.dtypes import numpy_dtype
+from cupyinfer.schedule.profile import DeviceProfile
 from tests.matrix.arena import Arena, Array, Room
 from tests.matrix.cells import Cell
 from tests.support.batches import Data
@@ -16,6 +19,8 @@ from tests.support.compare import assert_attention_close, output_bound
 from tests.support.runner import WRAPPERS, assert_same_bits, plan_arguments
 
 _VALUES = ("sinks", "alibi_slopes", "custom_mask", "packed_custom_mask")
+#: Copies of a cell's batch for one SM: its CTA then goes round every ring of segments that a kernel has.
+_CROWD = 3
 
 
 class Worst(NamedTuple):
@@ -37,8 +42,10 @@ class Planned:
         floats, ints: the workspaces.
     """
 
-    def __init__(self, cell: Cell, backend: str, arena: Arena, args: list[Any], options: dict[str, Any], graph: bool) -> None:
-        self.wrapper = WRAPPERS[cell.op](kv_layout=cell.layout, use_cuda_graph=graph, backend=backend)
+    def __init__(
+        self, cell: Cell, backend: str, arena: Arena, args: list[Any], options: dict[str, Any], graph: bool, profile: DeviceProfile | None
+    ) -> None:
+        self.wrapper = WRAPPERS[cell.op](kv_layout=cell.layout, use_cuda_graph=graph, backend=backend, profile=profile)
         self.size = self.wrapper.workspace_size(*args, **options)
         kind = "graph's " if graph else ""
         self.floats = arena.reserve(f"{kind}float workspace", self.size.float_bytes)
@@ -58,9 +65,13 @@ class Planned:
 class CellRun:
     """A cell's inputs on the device, its plans and outputs."""
 
-    def __init__(self, cell: Cell, backend: str, arena: Arena, graph: bool = True) -> None:
+    def __init__(self, cell: Cell, backend: str, arena: Arena, graph: bool = True, crowded: bool = False) -> None:
         self.cell, self.arena = cell, arena
-        self.data = Data(cell.case())
+        case, profile = cell.case(), None
+        if crowded:
+            case = replace(case, kv_lens=case.kv_lens * _CROWD, qo_lens=case.qo_lens and case.qo_lens * _CROWD)
+            profile = replace(read_profile(0), num_sms=1)
+        self.data = Data(case)
         arena.reset()
         with arena.queue():
             args, options = _plan_arguments(cell, self.data, arena)
@@ -69,8 +80,8 @@ class CellRun:
             self._kv = [tuple(caches)] if cell.op != "ragged" else caches
             self._scales = _scales(self.data, arena)
             arena.send()
-            self.plans = [Planned(cell, backend, arena, args, options, in_graph) for in_graph in ((False, True) if graph else (False,))]
-            case = self.data.case
+            kinds = (False, True) if graph else (False,)
+            self.plans = [Planned(cell, backend, arena, args, options, in_graph, profile) for in_graph in kinds]
             self._shape = (*self.data.q.shape[:2], case.head_dims[1])
             self._type = numpy_dtype(case.dtype)
             self._out = arena.reserve("out", int(np.prod(self._shape)) * 2)
@@ -104,17 +115,24 @@ class CellRun:
         return Worst(float((error / np.where(bound > 0, bound, 1.0)).max(initial=0.0)), float(lse_error))
 
 
-def run_cell(cell: Cell, backend: str, arena: Arena, graph: bool = True) -> Worst:
+def run_cell(cell: Cell, backend: str, arena: Arena, graph: bool = True, crowded: bool = False) -> Worst:
     """Run a cell and check everything that can be checked of it.
 
     Checked: a plan takes the bytes that were sized and the kernel the table says; an eager run and a replayed CUDA graph are close to
     the oracle; second runs are equal bit for bit whatever outputs and float workspace held before; with a fixed split or none the graph
     equals the eager run too; nothing outside of outputs and workspaces has changed at the end.
 
+    Args:
+        cell: what to run.
+        backend: on which backend.
+        arena: memory for it.
+        graph: also replay it in a CUDA graph.
+        crowded: plan the batch three times over and for a GPU of one SM, so that few CTAs do many segments each.
+
     Raises:
         AssertionError: one of these does not hold.
     """
-    call = CellRun(cell, backend, arena, graph)
+    call = CellRun(cell, backend, arena, graph, crowded)
     tiles = cell.tiles(backend)
     with arena.queue():
         eager = call.plans[0]

@@ -21,9 +21,8 @@ from cupyinfer.attention.backend_choice import choose_backend
 from cupyinfer.dtypes import FP8_QUERY_TYPE
 from cupyinfer.errors import CupyInferError, UnsupportedError
 from cupyinfer.jit.ahead import fa3_variants
-from cupyinfer.jit.source import kernels_dir
 from cupyinfer.schedule.tiles import FA3_ARCH
-from tests.matrix import findings, pool, run, sanitizer
+from tests.matrix import fa3_calls, findings, pool, run, sanitizer
 from tests.matrix.arena import Arena
 from tests.matrix.axes import AXES, KERNEL_AXES, PATH_AXES, RULES, STRENGTH, axes_of, fa3_refusals, kernel_axes_of, options_of, rules_of
 from tests.matrix.cells import Cell, kernels_of, matrix_cells, matrix_size, pairwise_cells
@@ -254,8 +253,14 @@ def test_the_sanitizer_sees_every_kind() -> None:
 def test_a_sanitizer_run_has_helper_kernels_and_both_backends() -> None:
     tasks = sanitizer.tasks_of({"fa2": full()[:4], "fa3": full("fa3")[:2]}, graph=False)
     assert [task.name for task in tasks[:3]] == ["appends", "append_indices", "merges"]
-    assert [task.name.split()[0] for task in tasks[3:]] == ["fa2", "fa3", "fa2", "fa2", "fa3", "fa2"]
+    assert [task.name.split()[0] for task in tasks[3:9]] == ["fa2", "fa3", "fa2", "fa2", "fa3", "fa2"]
+    assert [task.name for task in tasks[9:]] == ["fa3 192 rows", "fa3 e4m3 queries"]
+    assert len({kernel.cta_tile_q for kernel in fa3_calls.kernels()}) == len({kernel.q_dtype for kernel in fa3_calls.kernels()}) == 2
     assert {task.family for task in tasks} < set(sanitizer.FAMILIES) and tasks[4].family == "fa3" and "(fa3_q" in tasks[4].name
+    crowded = sanitizer.tasks_of({"fa2": full()[:2]}, graph=False, crowded=True)
+    assert [task.name for task in crowded[4::2]] == [f"crowded {task.name}" for task in crowded[3::2]]
+    with_crowds = {tool for tool in sanitizer.TOOLS if "--crowded" in sanitizer.inside_command(tool, "fa3")}
+    assert with_crowds == {"racecheck"}
 
 
 def test_tasks_inside_a_sanitizer(capsys: pytest.CaptureFixture[str]) -> None:
@@ -286,37 +291,6 @@ def test_tasks_inside_a_sanitizer(capsys: pytest.CaptureFixture[str]) -> None:
 )
 def test_what_a_sanitizer_says_is_judged(exit_code: int, output: str, verdict: int) -> None:
     assert sanitizer.judge("memcheck", "fa3", exit_code, output, 1.0) == verdict
-
-
-def line_of(file: str, text: str) -> str:
-    """A place as racecheck names it."""
-    path = next(kernels_dir().rglob(file))
-    return f"attention+0x10 in {path.parent.name}/{file}:{[text in line for line in path.read_text('utf-8').splitlines()].index(True) + 1}"
-
-
-def race(read: str, *writes: str) -> str:
-    pairs = "".join(f"=========     and Write access at {write} [24 hazards]\n" for write in writes)
-    return f"========= Error: Race reported between Read access at {read}\n{pairs}========= \n"
-
-
-def test_what_is_known_to_be_no_race_is_excused_and_said(capsys: pytest.CaptureFixture[str]) -> None:
-    for excuse in findings.EXCUSES:
-        read, write = line_of(*excuse.read), line_of(*excuse.write)
-        known, elsewhere = race(read, write, write), race(read, write, line_of("fa2_decode.cuh", "deal"))
-
-        def verdict(races: str, family: str = excuse.family, count: int | None = None) -> int:
-            number = races.count("Error:") if count is None else count
-            summary = f"========= RACECHECK SUMMARY: {number} hazards displayed ({number} errors, 0 warnings)"
-            output = f"========= COMPUTE-SANITIZER\n{findings.BEGIN}a cell\n{races}1 of 1 tasks passed, 0 failed\n{summary}"
-            return sanitizer.judge("racecheck", family, 86, output, 1.0)
-
-        assert verdict(known) == 0
-        out = capsys.readouterr().out
-        assert f"1 excused: {excuse.reason}" in out and "1 in a cell, the first:" in out
-        # Another kernel, one other line in the block, the roles exchanged, a block more, one that was not printed.
-        assert verdict(known, "fa2_decode") == verdict(elsewhere) == verdict(race(write, read)) == sanitizer.FAILED
-        assert verdict(known + elsewhere) == verdict(known, count=2) == sanitizer.FAILED
-        assert verdict(race("attention+0x10", "attention+0x20")) == sanitizer.FAILED
 
 
 def test_findings_belong_to_the_task_before_them() -> None:

@@ -42,6 +42,23 @@ def test_elsewhere(): raise UnsupportedError(REFUSAL)
 """
 
 
+DECODE = """
+import pytest
+
+@pytest.mark.parametrize("op", ["decode", "paged"])
+def test_op(op, backend): pass
+
+@pytest.mark.parametrize("name", ["decode-long", "decoder", "paged-decode"])
+def test_named(name, backend): pass
+
+@pytest.mark.decode
+def test_marked(backend): pass
+
+@pytest.mark.parametrize("op", ["decode"])
+def test_without_backend(op): pass
+"""
+
+
 def run_pytest(tmp_path: Path, *arguments: str, tests: str = TESTS) -> subprocess.CompletedProcess[str]:
     """Run `tests` under the project's conftest and settings in a process where CUDA sees no device."""
     (tmp_path / "conftest.py").write_bytes((ROOT / "tests" / "conftest.py").read_bytes())
@@ -67,6 +84,19 @@ def test_a_refusal_of_fa3_is_a_counted_skip(tmp_path: Path, workers: tuple[str, 
     assert done.returncode == 1
     assert "1 tests skipped: backend: fa3 has no custom masks; take 'auto' or 'fa2'" in done.stdout
     assert "5 failed, 1 skipped" in done.stdout
+
+
+def test_decode_on_fa3_is_no_test(tmp_path: Path) -> None:
+    """An operation, a case named after it, a marked test; the other two backends keep all of them."""
+    done = run_pytest(tmp_path, "--collect-only", "-q", tests=DECODE)
+    collected = [line.partition("::")[2] for line in done.stdout.splitlines() if "::" in line]
+    assert [name for name in collected if "fa3" in name] == [
+        "test_op[fa3-paged]",
+        "test_named[fa3-decoder]",
+        "test_named[fa3-paged-decode]",
+    ]
+    assert sum("fa2" in name for name in collected) == sum("host" in name for name in collected) == 6
+    assert "test_without_backend[decode]" in collected and "3 deselected" in done.stdout
 
 
 def test_require_gpu_fails_without_one(tmp_path: Path) -> None:

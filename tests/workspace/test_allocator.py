@@ -42,26 +42,20 @@ def test_counting_equals_placing(regions: Regions) -> None:
     assert placing.num_allocated_bytes == counting.num_allocated_bytes
 
 
-@given(sizes=st.lists(st.none() | st.integers(-3, 300), max_size=8), before=st.integers(0, 40), missing=st.integers(0, 400))
-def test_many_regions_at_once_are_one_after_the_other(sizes: list[int | None], before: int, missing: int) -> None:
-    """Offsets, errors and what is allocated after one are the same."""
-    names = [f"region {i}" for i in range(len(sizes))]
-    room = max(0, before + sum(16 + (size or 0) for size in sizes) - missing)
-    results: list[tuple[list[int] | None, str, int]] = []
-    for at_once in (False, True):
-        allocator = AlignedAllocator(aligned_bytes(max(before, room)), "int")
+@given(size=st.integers(0, 300), before=st.integers(0, 40), missing=st.integers(-40, 400))
+def test_reserving_gives_what_allocating_gives(size: int, before: int, missing: int) -> None:
+    buffer = aligned_bytes(max(before, before + 16 + size - missing))
+    checking, reserving = AlignedAllocator(buffer), AlignedAllocator(buffer)
+    for allocator in (checking, reserving):
         allocator.aligned_alloc_offset(before, 1, "before")
-        offsets, message = None, ""
-        try:
-            if at_once:
-                offsets = allocator.aligned_alloc_offsets(sizes, names)
-            else:
-                pairs = zip(sizes, names, strict=True)
-                offsets = [-1 if size is None else allocator.aligned_alloc_offset(size, 16, name) for size, name in pairs]
-        except (ArgumentError, WorkspaceError) as error:
-            message = str(error)
-        results.append((offsets, message, allocator.num_allocated_bytes))
-    assert results[0] == results[1]
+    try:
+        expected = checking.aligned_alloc_offset(size, 16, "region")
+    except WorkspaceError:
+        expected = -1
+    assert reserving.reserve(size) == expected
+    assert reserving.num_allocated_bytes == checking.num_allocated_bytes
+    reserving.clear()
+    assert reserving.num_allocated_bytes == 0
 
 
 @given(regions=regions)
