@@ -41,8 +41,9 @@ _FA3_TILES: dict[tuple[int, int], dict[int, tuple[int, ...]]] = {
     (192, 128): {128: (128,)},
     (256, 256): {128: (64,)},
 }
-#: The same by bytes per element. fp8 packs four weights to a register, and its keys take half the room, but it has rings of values as copied
-#: and as turned, and a bank of outputs (fa3_fp8_bank.cuh): tiles are as large where those fill the room.
+#: The same by bytes per element. fp8 packs four weights to a register, and its keys take half the room, but it has rings of values as
+#: copied and as turned, and a bank of outputs (fa3_fp8_bank.cuh): at head_dim 128 tiles of 192 keys fill both. Those of 160 are a little
+#: slower, but fit pages that the others do not.
 FA3_TILES = {2: _FA3_TILES, 1: _FA3_TILES | {(128, 128): {128: (128, 160, 192)}}}
 FA3_ARCH = "sm_90a"
 #: Times that tiles of 128 and 192 rows take for as many keys, in one unit. Measured on an H200 at head_dim 64: 418 and 503 TFLOP/s.

@@ -94,7 +94,8 @@ struct Control {
 };
 
 // Tiles after which fp8 products are taken out of their accumulators, which hold too few bits for long sums.
-constexpr int kBankTiles = 16;
+// What the adders cut off of values with a mean grows with the keys between, so there are 2560 of those at most.
+constexpr int kBankTiles = kKvTile > 160 ? 2560 / kKvTile : 16;
 constexpr bool kHasBank = kQFp8;
 
 // Byte offsets from the first multiple of 1024 in dynamic shared memory.

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The warps that copy K and V: one walks the CTA's segments and publishes them, and tiles arrive ahead of the consumers. Of fp8 one warp
-// copies both.
+// The warps that copy K and V: one walks the CTA's segments and publishes them, and each keeps its tiles arriving ahead of the consumers.
 #pragma once
 
 #include "tile/fa3_layout.cuh"
