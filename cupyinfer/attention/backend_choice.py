@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from cupyinfer.attention.options import AttentionOptions
+from cupyinfer.dtypes import itemsize
 from cupyinfer.errors import UnsupportedError
 from cupyinfer.schedule.tiles import FA3_ARCH, FA3_LEAST_PAGE, FA3_TILES, fa3_key_choices, max_tile_q
 
@@ -23,11 +24,12 @@ def fa3_problem(options: AttentionOptions, arch: str, custom_mask: bool) -> str 
     if options.pos_encoding_mode == "ROPE_LLAMA":
         return "does not rotate queries and keys (pos_encoding_mode 'ROPE_LLAMA')"
     widths = options.head_dim_qk, options.head_dim_vo
-    if widths not in FA3_TILES:
+    size = itemsize(options.kv_dtype)
+    if widths not in FA3_TILES[size]:
         return f"has no tile for head_dim {widths[0]} (head_dim_vo {widths[1]})"
     shape = options.fa3_shape
     if options.paged and (options.page_size == 1 or not shape.possible_tile_qs()):
-        tiles = " or ".join(map(str, fa3_key_choices(*widths, shape.transforms_logits)))
+        tiles = " or ".join(map(str, fa3_key_choices(*widths, shape.transforms_logits, size)))
         return f"needs pages of a multiple of {FA3_LEAST_PAGE} keys that divide {tiles} or are a multiple of it, got {options.page_size}"
     return None
 

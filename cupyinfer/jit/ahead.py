@@ -12,7 +12,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from multiprocessing import get_context
 
-from cupyinfer.dtypes import FP8_QUERY_TYPE, HALF_TYPES
+from cupyinfer.dtypes import FP8_QUERY_TYPE, HALF_TYPES, itemsize
 from cupyinfer.errors import ArgumentError, CupyInferError
 from cupyinfer.jit.cache import CubinCache, default_cache, write_problem
 from cupyinfer.jit.compiler import CompiledKernel, CompileReport, compile_cubin
@@ -66,7 +66,7 @@ def fa3_variants() -> tuple[AttentionVariant, ...]:
     found = []
     for o_dtype, q_dtype, paged in itertools.product(HALF_TYPES, (None, FP8_QUERY_TYPE), (True, False)):
         dtype = q_dtype or o_dtype
-        for (head_dim_qk, head_dim_vo), rows in FA3_TILES.items():
+        for (head_dim_qk, head_dim_vo), rows in FA3_TILES[itemsize(dtype)].items():
             found += [
                 AttentionVariant(dtype, dtype, head_dim_qk, head_dim_vo, tile_q, paged, backend="fa3", kv_tile=kv_tile, o_dtype=o_dtype)
                 for tile_q, kv_tiles in rows.items()

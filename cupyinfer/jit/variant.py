@@ -75,10 +75,10 @@ class AttentionVariant:
         if self.backend == "fa3":
             widths = self.head_dim_qk, self.head_dim_vo
             kv_tile = fa3_tile_config(self.cta_tile_q, *widths, self.kv_tile, itemsize(self.kv_dtype)).kv_tile
-            rows = fa3_tile_qs(*widths, 1, self.transforms_logits)
+            rows = fa3_tile_qs(*widths, 1, self.transforms_logits, itemsize(self.kv_dtype))
             if self.cta_tile_q not in rows:
                 raise ArgumentError(f"cta_tile_q: got {self.cta_tile_q}, this fa3 kernel has tiles of {' or '.join(map(str, rows))} rows")
-            if kv_tile not in fa3_kv_tiles(self.cta_tile_q, *widths, 1, self.transforms_logits):
+            if kv_tile not in fa3_kv_tiles(self.cta_tile_q, *widths, 1, self.transforms_logits, itemsize(self.kv_dtype)):
                 raise ArgumentError(f"kv_tile: got {self.kv_tile}, a tile of so many keys has no room for a soft cap or ALiBi")
             object.__setattr__(self, "kv_tile", kv_tile)  # one value per kernel, whether it was named or not
         elif self.kv_tile is not None:
@@ -100,7 +100,7 @@ class AttentionVariant:
 
     def __str__(self) -> str:
         widths = self.head_dim_qk, self.head_dim_vo
-        is_first = self.kv_tile is None or self.kv_tile == FA3_TILES[widths][self.cta_tile_q][0]
+        is_first = self.kv_tile is None or self.kv_tile == FA3_TILES[itemsize(self.kv_dtype)][widths][self.cta_tile_q][0]
         name = f"{self.backend}_q{self.cta_tile_q}" + ("" if is_first else f"x{self.kv_tile}") + f"_{self.q_dtype}"
         name += f"_o{self.o_dtype}" if self.o_dtype != self.q_dtype else ""
         name += f"_kv{self.kv_dtype}" if self.kv_dtype != self.q_dtype else ""

@@ -94,7 +94,7 @@ class PlanShape:
 
     def kv_tiles(self, cta_tile_q: int) -> tuple[int, ...]:
         """Keys per tile of that many rows among which fa3 chooses by the batch. A choice that must not depend on it is the first."""
-        return fa3_kv_tiles(cta_tile_q, self.head_dim_qk, self.head_dim_vo, self.page_size, self.transforms_logits)
+        return fa3_kv_tiles(cta_tile_q, self.head_dim_qk, self.head_dim_vo, self.page_size, self.transforms_logits, self.kv_itemsize)
 
     @cached_property
     def _kernels(self) -> dict[tuple[int, int | None, int, int], tuple[TileConfig, SplitPolicy]]:
@@ -168,7 +168,7 @@ class PlanShape:
     def possible_tile_qs(self) -> tuple[int, ...]:
         """Rows per tile that some batch may get outside of CUDA graphs."""
         if self.backend == "fa3":
-            tile_qs = fa3_tile_qs(self.head_dim_qk, self.head_dim_vo, self.page_size, self.transforms_logits)
+            tile_qs = fa3_tile_qs(self.head_dim_qk, self.head_dim_vo, self.page_size, self.transforms_logits, self.kv_itemsize)
             return tile_qs[-1:] if self.invariant else tile_qs
         if self.decode:
             return (self._decode_tile_q,)
@@ -342,7 +342,7 @@ def bound(
     """Bytes that suffice for every batch within `limits`, with or without CUDA graphs."""
     float_bytes = int_bytes = 0
     shapes = [replace(shape, transforms_logits=transforms) for transforms in (False, True)]
-    if profile.arch == FA3_ARCH and not shape.decode and (shape.head_dim_qk, shape.head_dim_vo) in FA3_TILES:
+    if profile.arch == FA3_ARCH and not shape.decode and (shape.head_dim_qk, shape.head_dim_vo) in FA3_TILES[shape.kv_itemsize]:
         fa3_shapes = [replace(one, backend="fa3") for one in shapes]
         shapes += [one for one in fa3_shapes if one.possible_tile_qs()]
     for one in shapes:

@@ -30,27 +30,30 @@ _THREE_CTAS_SMEM = 228 * 1024
 #: Static shared memory of the 16-row kernel besides its table of RoPE frequencies.
 _STATIC_SMEM = 384
 
-#: Tiles of the fa3 kernels by (head_dim_qk, head_dim_vo), of 16-bit and fp8 operands alike: query rows, a consumer warpgroup per 64, and
-#: for each the choices of keys. Two consumers have 216 to 224 registers a thread, three 160: there a tile's output, logits and packed
-#: weights must find room, without a soft cap or ALiBi, and so there is no 192-row tile for wider 16-bit heads. Of keys the first choice
-#: is the most that also leaves two K/V stages room in 227 KB, a power of two where pages of any power of two would not fit otherwise (at
-#: head_dim 256 plain logits would leave room for 80 keys, capped ones not). A second choice has no registers for a soft cap or ALiBi.
-#: fp8 packs four weights to a register, but has rings of values as copied and as turned, and a bank of outputs (fa3_fp8_bank.cuh); one
-#: warp turns values for all, too slowly for three consumers of wider heads (docs/PREFILL.md).
-FA3_TILES: dict[tuple[int, int], dict[int, tuple[int, ...]]] = {
+#: Tiles of the fa3 kernels by (head_dim_qk, head_dim_vo): query rows, a consumer warpgroup per 64, and for each the choices of keys. Two
+#: consumers have 216 to 232 registers a thread, three 160: there a tile's output, logits and packed weights must find room, without a soft
+#: cap or ALiBi, and so there is no 192-row tile for wider 16-bit heads. Of keys the first choice is the most that also leaves two K/V
+#: stages room in 227 KB, a power of two where pages of any power of two would not fit otherwise (at head_dim 256 plain logits would leave
+#: room for 80 keys, capped ones not). Further choices have no registers for a soft cap or ALiBi.
+_FA3_TILES: dict[tuple[int, int], dict[int, tuple[int, ...]]] = {
     (64, 64): {128: (128,), 192: (128,)},
     (128, 128): {128: (128, 160)},
     (192, 128): {128: (128,)},
     (256, 256): {128: (64,)},
 }
+#: The same by bytes per element. fp8 packs four weights to a register, and its keys take half the room, but it has rings of values as
+#: copied and as turned, and a bank of outputs (fa3_fp8_bank.cuh): at head_dim 128 tiles of 192 keys fill both. Those of 160 are a little
+#: slower, but fit pages that the others do not.
+FA3_TILES = {2: _FA3_TILES, 1: _FA3_TILES | {(128, 128): {128: (128, 160, 192)}}}
 FA3_ARCH = "sm_90a"
 #: Times that tiles of 128 and 192 rows take for as many keys, in one unit. Measured on an H200 at head_dim 64: 418 and 503 TFLOP/s.
 _FA3_TILE_TIME = {128: 4, 192: 5}
 _FA3_STAGES = 2
-#: By bytes per element, time per key of a tile's first choice of keys relative to its second, where no tile holds padding. Measured on an
-#: H200 at head_dim 128: 628, 626 and 641 TFLOP/s with 128 keys of 16 bits, 629, 625 and 638 with 160 (full and causal attention of 16384,
-#: causal of 4 x 4096), and shorter rows 3% apart; of fp8 799, 786 and 710, and 831, 805 and 730.
-_FA3_LONG_TILE_GAIN = {2: 0.98, 1: 1.03}
+#: By bytes per element, times per key of tiles among which a batch chooses, where no tile holds padding. Measured on an H200 at head_dim
+#: 128: 628, 626 and 641 TFLOP/s with 128 keys of 16 bits, 629, 625 and 638 with 160 (full and causal attention of 16384, causal of 4 x
+#: 4096), and shorter rows 3% apart; of fp8 718, 747 and 703 with 128 keys, 806, 795 and 743 with 160, 855, 831 and 757 with 192, and causal
+#: attention of 16 x 1024 544, 545 and 535, padding included.
+_FA3_KEY_TIME = {2: {128: 0.98, 160: 1.0}, 1: {128: 1.05, 160: 1.03, 192: 1.0}}
 #: The copy engine's swizzle repeats every 8 rows, so that is the smallest box of a paged cache.
 FA3_LEAST_PAGE = 8
 
@@ -176,18 +179,18 @@ def _prefill_config(
     return best
 
 
-def fa3_key_choices(head_dim_qk: int, head_dim_vo: int, transforms_logits: bool) -> tuple[int, ...]:
+def fa3_key_choices(head_dim_qk: int, head_dim_vo: int, transforms_logits: bool, kv_itemsize: int = 2) -> tuple[int, ...]:
     """Keys that some fa3 tile of that width has."""
-    rows = FA3_TILES[head_dim_qk, head_dim_vo]
-    found = (fa3_kv_tiles(cta_tile_q, head_dim_qk, head_dim_vo, 1, transforms_logits) for cta_tile_q in rows)
+    rows = FA3_TILES[kv_itemsize][head_dim_qk, head_dim_vo]
+    found = (fa3_kv_tiles(cta_tile_q, head_dim_qk, head_dim_vo, 1, transforms_logits, kv_itemsize) for cta_tile_q in rows)
     return tuple(dict.fromkeys(itertools.chain.from_iterable(found)))
 
 
 @cache
-def fa3_tile_qs(head_dim_qk: int, head_dim_vo: int, page_size: int, transforms_logits: bool) -> tuple[int, ...]:
+def fa3_tile_qs(head_dim_qk: int, head_dim_vo: int, page_size: int, transforms_logits: bool, kv_itemsize: int = 2) -> tuple[int, ...]:
     """Query rows of the fa3 kernels that fit a cache's pages; arguments as for `fa3_kv_tiles`."""
-    rows = FA3_TILES[head_dim_qk, head_dim_vo]
-    return tuple(tile_q for tile_q in rows if fa3_kv_tiles(tile_q, head_dim_qk, head_dim_vo, page_size, transforms_logits))
+    rows = FA3_TILES[kv_itemsize][head_dim_qk, head_dim_vo]
+    return tuple(tile_q for tile_q in rows if fa3_kv_tiles(tile_q, head_dim_qk, head_dim_vo, page_size, transforms_logits, kv_itemsize))
 
 
 def fa3_tile_q(tile_qs: tuple[int, ...], num_tiles: Callable[[int], int]) -> int:
@@ -211,9 +214,10 @@ def fa3_tile_config(cta_tile_q: int, head_dim_qk: int, head_dim_vo: int, kv_tile
     Raises:
         UnsupportedError: no tile for these widths, or not with that many rows or keys.
     """
-    if (head_dim_qk, head_dim_vo) not in FA3_TILES:
-        raise UnsupportedError(f"head_dim: got {head_dim_qk} (head_dim_vo {head_dim_vo}), fa3 has {', '.join(map(str, FA3_TILES))}")
-    rows = FA3_TILES[head_dim_qk, head_dim_vo]
+    widths = FA3_TILES[kv_itemsize]
+    if (head_dim_qk, head_dim_vo) not in widths:
+        raise UnsupportedError(f"head_dim: got {head_dim_qk} (head_dim_vo {head_dim_vo}), fa3 has {', '.join(map(str, widths))}")
+    rows = widths[head_dim_qk, head_dim_vo]
     if cta_tile_q not in rows:
         raise UnsupportedError(f"cta_tile_q: got {cta_tile_q}, fa3 has {', '.join(map(str, rows))} at head_dim {head_dim_qk}")
     choices = rows[cta_tile_q]
@@ -225,10 +229,12 @@ def fa3_tile_config(cta_tile_q: int, head_dim_qk: int, head_dim_vo: int, kv_tile
 
 
 def fa3_smem_bytes(cta_tile_q: int, kv_tile: int, num_stages: int, head_dim_qk: int, head_dim_vo: int, kv_itemsize: int = 2) -> int:
-    """Shared memory of an fa3 kernel: K/V ring (fp8: a second one of V), buffers of query rows that outputs leave from, records, and of
-    fp8 the bank of outputs."""
+    """Shared memory of an fa3 kernel: K/V ring (fp8: a second one of V, kCopyStages of fa3_layout.cuh), buffers of query rows that outputs
+    leave from, records, and of fp8 the bank of outputs."""
     fp8 = kv_itemsize == 1
-    ring = num_stages * kv_tile * (head_dim_qk + (1 + fp8) * head_dim_vo) * kv_itemsize
+    ring = num_stages * kv_tile * (head_dim_qk + head_dim_vo) * kv_itemsize
+    if fp8:
+        ring += (1 if kv_tile > 160 else num_stages) * kv_tile * head_dim_vo
     row_buffers = 1 if head_dim_qk > 128 else 2 if fp8 or kv_tile > 128 else 3
     rows = row_buffers * cta_tile_q * max(head_dim_qk * kv_itemsize, head_dim_vo * 2)
     bank = cta_tile_q * head_dim_vo * 2 if fp8 else 0
@@ -243,7 +249,9 @@ def fa3_box_rows(page_size: int, kv_tile: int) -> int | None:
 
 
 @cache
-def fa3_kv_tiles(cta_tile_q: int, head_dim_qk: int, head_dim_vo: int, page_size: int, transforms_logits: bool) -> tuple[int, ...]:
+def fa3_kv_tiles(
+    cta_tile_q: int, head_dim_qk: int, head_dim_vo: int, page_size: int, transforms_logits: bool, kv_itemsize: int = 2
+) -> tuple[int, ...]:
     """Choices of keys per tile that fit a cache's pages.
 
     Args:
@@ -252,8 +260,9 @@ def fa3_kv_tiles(cta_tile_q: int, head_dim_qk: int, head_dim_vo: int, page_size:
         head_dim_vo: width of values and outputs.
         page_size: keys per page, 1 for ragged caches.
         transforms_logits: a soft cap or ALiBi changes the logits.
+        kv_itemsize: bytes per element of cache and queries.
     """
-    choices = FA3_TILES[head_dim_qk, head_dim_vo][cta_tile_q]
+    choices = FA3_TILES[kv_itemsize][head_dim_qk, head_dim_vo][cta_tile_q]
     if transforms_logits:
         choices = choices[:1] if cta_tile_q <= 128 else ()
     return choices if page_size == 1 else tuple(tile for tile in choices if fa3_box_rows(page_size, tile) is not None)
@@ -269,8 +278,8 @@ def fa3_kv_tile(choices: tuple[int, ...], keys: npt.NDArray[np.integer], kv_item
     """
     if len(choices) == 1:
         return choices[0]
-    first, second = _padded(keys, choices[0]), _padded(keys, choices[1])
-    return choices[1] if second <= _FA3_LONG_TILE_GAIN[kv_itemsize] * first else choices[0]
+    times = _FA3_KEY_TIME[kv_itemsize]
+    return min(reversed(choices), key=lambda tile: times[tile] * _padded(keys, tile))
 
 
 def _padded(keys: npt.NDArray[np.integer], tile: int) -> int:

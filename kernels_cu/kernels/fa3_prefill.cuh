@@ -22,12 +22,10 @@ extern "C" __global__ void __launch_bounds__(kCtaThreads, 1) attention(const __g
     int warp = threadIdx.x / 32;
     if (warp == kKWarp) {
       produce_k(params, shared);
-    } else if (warp == kVWarp) {
-      if constexpr (kQFp8) {
-        produce_turned_v(params, shared);
-      } else {
-        produce_v(params, shared);
-      }
+    } else if (kQFp8 && warp >= kFirstTurner) {
+      if constexpr (kQFp8) turn_all_values(shared, warp - kFirstTurner);
+    } else if (!kQFp8 && warp == kVWarp) {
+      produce_v(params, shared);
     } else {
       carry_rows(params, shared, (warp - kFirstRowsWarp) * kRowsOfWarp);
     }

@@ -17,16 +17,11 @@ template <int kColumns>
 struct WgmmaFp8;
 
 #define WGMMA_FP8_NAMES_64 WGMMA_NAMES_0
-#define WGMMA_FP8_NAMES_96 WGMMA_NAMES_0 ", " "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
 #define WGMMA_FP8_NAMES_128 WGMMA_NAMES_0 ", " WGMMA_NAMES_1
-#define WGMMA_FP8_NAMES_160 WGMMA_FP8_NAMES_128 ", " "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
+#define WGMMA_FP8_NAMES_160 WGMMA_FP8_NAMES_128 ", " WGMMA_NAMES_2A
 #define WGMMA_FP8_NAMES_192 WGMMA_FP8_NAMES_128 ", " WGMMA_NAMES_2
-#define WGMMA_FP8_NAMES_224 WGMMA_FP8_NAMES_192 ", " \
-  "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111"
 #define WGMMA_FP8_NAMES_256 WGMMA_FP8_NAMES_192 ", " WGMMA_NAMES_3
-#define WGMMA_ACCUMULATORS_96 WGMMA_BLOCK(d, 0), WGMMA_OCTET(d, 32), WGMMA_OCTET(d, 40)
 #define WGMMA_ACCUMULATORS_192 WGMMA_ACCUMULATORS_128, WGMMA_BLOCK(d, 64)
-#define WGMMA_ACCUMULATORS_224 WGMMA_ACCUMULATORS_192, WGMMA_OCTET(d, 96), WGMMA_OCTET(d, 104)
 
 #define WGMMA_FP8_SHAPE(columns, n0, n1, n2, n3, n4, n5)                                                                                  \
   template <>                                                                                                                             \
@@ -50,4 +45,5 @@ struct WgmmaFp8;
 WGMMA_FP8_SHAPE(64, 32, 33, 34, 35, 36, 37)
 WGMMA_FP8_SHAPE(128, 64, 65, 66, 67, 68, 69)
 WGMMA_FP8_SHAPE(160, 80, 81, 82, 83, 84, 85)
+WGMMA_FP8_SHAPE(192, 96, 97, 98, 99, 100, 101)
 WGMMA_FP8_SHAPE(256, 128, 129, 130, 131, 132, 133)

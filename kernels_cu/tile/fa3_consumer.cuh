@@ -6,14 +6,16 @@
 #include "tile/fa3_fp8_bank.cuh"
 #include "tile/fa3_output.cuh"
 
-// Warpgroups take turns to issue products, so that one's softmax runs under the other's. Wide heads have enough products of their own, and
-// fp8 tiles of 160 keys are 1 to 3% faster without: measured on an H200, 770 TFLOP/s against 764 on 16384 keys, 700 against 678 causal on
-// 4096. Those of 128 keys are not.
-constexpr bool kTakeTurns = kHeadDimVo <= 128 && !(kQFp8 && kKvTile > 128);
+// Warpgroups take turns to issue products, so that one's softmax runs under the other's. Wide heads have enough products of their own.
+constexpr bool kTakeTurns = kHeadDimVo <= 128;
+// Whether a turn lasts until its products are done, rather than issued. fp8 ones are so short that warpgroups fall in step otherwise: all
+// multiply, and then all are in their softmax. Measured on an H200 at head_dim 128, 855 TFLOP/s against 787 on 16384 keys.
+constexpr bool kTurnsLast = kQFp8;
 // Whether a tile's maxima must be found under the warpgroup's own product with values. ptxas would move the whole softmax behind that, and
 // where products are as short as at head_dim 128 the tensor cores then wait for it: measured on an H200, 642 TFLOP/s against 618 with tiles
-// of 128 keys. To keep the exponentials there too is slower.
-constexpr bool kMaximaFirst = kConsumers == 2 && kHeadDimQk <= 128 && !kQFp8;
+// of 128 keys. To keep the exponentials there too is slower. Of fp8 it shortens what comes behind a turn, 855 against 736, and only with
+// that do turns pay.
+constexpr bool kMaximaFirst = kConsumers == 2 && (kQFp8 ? kHeadDimVo : kHeadDimQk) <= 128;
 // What is the same for the warpgroups' descriptors; V is summed over its rows, and its column blocks are a tile apart. A turned V is
 // summed along its rows, as K is.
 constexpr unsigned long long kRowsAreColumns = wgmma_rows_base<kBlockRowBytes>();
@@ -149,7 +151,7 @@ struct Consumer {
       wait_full(shared, kVFull, count);
       wgmma_fence();
       multiply_pv(o, p, shared.v_tile(count));
-      end_turn();
+      if constexpr (!kTurnsLast) end_turn();
       wgmma_wait<1>();
       bind_registers(s);
       release(kKEmpty, count + 1);
@@ -194,7 +196,7 @@ struct Consumer {
     wgmma_fence();
     multiply_qk(s, shared.q_tile(index, slot + 1), shared.k_tile(count + 1));
     multiply_pv(o, p, shared.v_tile(count));
-    end_turn();
+    if constexpr (!kTurnsLast) end_turn();
     rows = ThreadRows(params.base, following, index, warp);
     RowState finished = state;
     state = {{kNoMax, kNoMax}, {0.f, 0.f}};

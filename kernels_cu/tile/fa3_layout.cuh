@@ -16,17 +16,17 @@ constexpr int kWarpgroupThreads = 128, kWarpgroupRows = 64, kWarpRows = 16;
 constexpr int kConsumers = kCtaTileQ / kWarpgroupRows;
 constexpr int kConsumerThreads = kConsumers * kWarpgroupThreads, kConsumerWarps = kConsumerThreads / 32;
 constexpr int kCtaThreads = kNumWarps * 32;
-// Warps of warpgroup 0: one copies K and hands out segments, one copies V, and two carry queries and outputs, each half of the rows of
-// every consumer.
-constexpr int kKWarp = 0, kVWarp = 1, kFirstRowsWarp = 2, kRowsWarps = 2, kRowsOfWarp = kWarpgroupRows / kRowsWarps;
-// Threads that read a published segment: all warps' but the one's that publishes.
-constexpr int kWorkReaders = (kConsumerWarps + 1 + kRowsWarps) * 32;
-// Registers of a thread after warpgroups have shared them out anew; together they are what the CTA starts with.
+// Warps of warpgroup 0. Of 16 bits one copies K and hands out segments, one copies V, and two carry queries and outputs, 32 rows of every
+// consumer at a time. Of fp8 one copies K and V, one carries rows, and two turn values, each a share of the dims.
 constexpr bool kQFp8 = kQElement == Element::kE4m3;
-constexpr bool kFewWeights = kHeadDimVo <= 64 || kQFp8;
-constexpr int kProducerRegisters = kConsumers == 3 ? 32 : kFewWeights ? 72 : 56;
-constexpr bool kFewRegisters = kProducerRegisters < 40;
-constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : kFewWeights ? 216 : 224;
+constexpr int kKWarp = 0, kVWarp = 1, kFirstRowsWarp = kQFp8 ? 1 : 2, kRowsWarps = kQFp8 ? 1 : 2, kRowsOfWarp = 32;
+constexpr int kFirstTurner = kFirstRowsWarp + kRowsWarps, kTurners = 2;
+// Threads that read a published segment: all warps' but the one's that publishes, and those that turn values.
+constexpr int kWorkReaders = (kConsumerWarps + 3 - (kQFp8 ? kTurners : 0)) * 32;
+// Registers of a thread after warpgroups have shared them out anew; together they are at most what the CTA starts with.
+constexpr int kProducerRegisters = kConsumers == 3 ? 32 : kQFp8 ? 40 : kHeadDimVo <= 64 ? 72 : 56;
+constexpr bool kFewRegisters = kProducerRegisters <= 40;
+constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : kQFp8 ? 232 : kHeadDimVo <= 64 ? 216 : 224;
 
 // Operands of products are 16-bit elements, or e4m3 of queries and cache alike.
 constexpr int kElementBytes = kQFp8 ? 1 : 2;
@@ -49,6 +49,8 @@ constexpr int kOBlocks = kHeadDimVo / kOBlockColumns, kOBytes = kOBlocks * kOBlo
 constexpr int kRowsBytes = kQBytes > kOBytes ? kQBytes : kOBytes;
 constexpr int kQBuffers = kHeadDimQk > 128 ? 1 : kQFp8 || kKvTile > 128 ? 2 : 3;
 constexpr bool kJoinSegments = kQBuffers > 1;
+// Copies of V are in flight beside its tiles, as many as there is room for.
+constexpr int kCopyStages = kKvTile > 160 ? 1 : kNumStages;
 
 // A segment as the producer hands it on; `valid` is false past the last one.
 struct QueuedWork {
@@ -68,13 +70,17 @@ enum Barrier { kKFull = 0, kKEmpty = kKFull + kNumStages, kVFull = kKEmpty + kNu
                kWorkFull = kVEmpty + kNumStages, kWorkEmpty = kWorkFull + kWorkSlots,
                // Of each consumer's buffers: queries are there; queries are done with, and outputs are there if the segment has any.
                kQFull = kWorkEmpty + kWorkSlots, kQDone = kQFull + kConsumers * kQBuffers,
-               // fp8 only: copies of V, that one warp turns for all.
-               kVCopied = kQDone + kConsumers * kQBuffers, kNumBarriers = kVCopied + kNumStages };
+               // fp8 only: copies of V, from which warps turn tiles.
+               kVCopied = kQDone + kConsumers * kQBuffers, kVTurned = kVCopied + kNumStages, kNumBarriers = kVTurned + (kQFp8 ? kNumStages : 0) };
+
+// Stages of a ring of tiles, which one of its barriers names.
+__device__ __forceinline__ constexpr int ring_stages(int ring) { return ring == kVCopied || ring == kVTurned ? kCopyStages : kNumStages; }
 
 using Cursor = WorkCursor<false, kFewRegisters>;
 
-// Of a tile's keys, the first that some row sees, and the first that does not exist.
+// Of a tile's keys, the first that some row sees, and the first that does not exist: kNoTile behind the last tile.
 struct KeyBounds {
+  static constexpr int kNoTile = 0;
   int first_seen, first_missing;
 };
 
@@ -88,18 +94,20 @@ struct Control {
 };
 
 // Tiles after which fp8 products are taken out of their accumulators, which hold too few bits for long sums.
-constexpr int kBankTiles = 16;
+// What the adders cut off of values with a mean grows with the keys between, so there are 2560 of those at most.
+constexpr int kBankTiles = kKvTile > 160 ? 2560 / kKvTile : 16;
 constexpr bool kHasBank = kQFp8;
 
 // Byte offsets from the first multiple of 1024 in dynamic shared memory.
 constexpr int kKOffset = 0, kVOffset = kKOffset + kNumStages * kKBytes, kVCopyOffset = kVOffset + kNumStages * kVBytes;
-constexpr int kQOffset = kVCopyOffset + (kQFp8 ? kNumStages * kVBytes : 0);
+constexpr int kQOffset = kVCopyOffset + (kQFp8 ? kCopyStages * kVBytes : 0);
 constexpr int kBankOffset = kQOffset + kConsumers * kQBuffers * kRowsBytes;
 constexpr int kControlOffset = kBankOffset + (kHasBank ? kCtaTileQ * kHeadDimVo * 2 : 0);
 constexpr int kControlBytes = 1024 + kCtaTileQ * 8, kAlignmentSlack = 1024;
 
 static_assert(sizeof(Control) <= kControlBytes, "the control block has outgrown its place");
 static_assert(kSmemBytes == kControlOffset + kControlBytes + kAlignmentSlack, "fa3_smem_bytes in cupyinfer/schedule/tiles.py says otherwise");
+static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= 65536 / kCtaThreads / 8 * 8 * (1 + kConsumers), "a warpgroup would wait for registers for ever");
 static_assert(kConsumers == 2 || kConsumers == 3 && !kSoftCap && !kAlibi, "registers are shared out among so many");
 static_assert(kCtaTileQ % kWarpgroupRows == 0 && kCtaThreads == kConsumerThreads + kWarpgroupThreads, "a consumer per 64 rows, and a producer");
 static_assert(!kQFp8 || kKvElement == Element::kE4m3, "fp8 queries meet a cache of their own type");
@@ -128,7 +136,7 @@ struct Shared {
   __device__ __forceinline__ unsigned k_tile(unsigned count) const { return base + kKOffset + count % kNumStages * kKBytes; }
   __device__ __forceinline__ unsigned v_tile(unsigned count) const { return base + kVOffset + count % kNumStages * kVBytes; }
   // Where fp8 values arrive, before they are turned into a V tile.
-  __device__ __forceinline__ unsigned v_copy(unsigned count) const { return base + kVCopyOffset + count % kNumStages * kVBytes; }
+  __device__ __forceinline__ unsigned v_copy(unsigned count) const { return base + kVCopyOffset + count % kCopyStages * kVBytes; }
   // Queries, and then outputs, of the segment in slot `slot` of the work ring.
   __device__ __forceinline__ int q_buffer(int consumer, unsigned slot) const { return consumer * kQBuffers + slot % kQBuffers; }
   __device__ __forceinline__ unsigned q_tile(int consumer, unsigned slot) const { return base + kQOffset + q_buffer(consumer, slot) * kRowsBytes; }
@@ -147,10 +155,10 @@ __device__ __forceinline__ unsigned output_chunk_offset(unsigned row, unsigned c
 
 // Wait until stage or slot `count` of a ring has been filled, or emptied by the user before.
 __device__ __forceinline__ void wait_full(const Shared& shared, Barrier ring, unsigned count) {
-  mbarrier_sleep(shared.barrier(ring + count % kNumStages), count / kNumStages & 1);
+  mbarrier_sleep(shared.barrier(ring + count % ring_stages(ring)), count / ring_stages(ring) & 1);
 }
 __device__ __forceinline__ void wait_empty(const Shared& shared, Barrier ring, unsigned count) {
-  mbarrier_sleep(shared.barrier(ring + count % kNumStages), (count / kNumStages & 1) ^ 1);
+  mbarrier_sleep(shared.barrier(ring + count % ring_stages(ring)), (count / ring_stages(ring) & 1) ^ 1);
 }
 
 // One thread of the CTA. Barriers of segments count every thread that wrote or read what they hand over, and so release its accesses:
@@ -158,15 +166,15 @@ __device__ __forceinline__ void wait_empty(const Shared& shared, Barrier ring, u
 __device__ __forceinline__ void init_barriers(const Fa3Params& params, const Shared& shared) {
   for (int stage = 0; stage < kNumStages; ++stage) {
     mbarrier_init(shared.barrier(kKFull + stage), 1), mbarrier_init(shared.barrier(kKEmpty + stage), kConsumers);
-    mbarrier_init(shared.barrier(kVFull + stage), 1), mbarrier_init(shared.barrier(kVEmpty + stage), kConsumers);
-    if (kQFp8) mbarrier_init(shared.barrier(kVCopied + stage), 1);
+    mbarrier_init(shared.barrier(kVFull + stage), kQFp8 ? kTurners : 1), mbarrier_init(shared.barrier(kVEmpty + stage), kConsumers);
+    if (kQFp8) mbarrier_init(shared.barrier(kVCopied + stage), 1), mbarrier_init(shared.barrier(kVTurned + stage), kTurners);
   }
   for (int slot = 0; slot < kWorkSlots; ++slot) {
     mbarrier_init(shared.barrier(kWorkFull + slot), kConsumers), mbarrier_init(shared.barrier(kWorkEmpty + slot), kWorkReaders);
   }
   for (int buffer = 0; buffer < kConsumers * kQBuffers; ++buffer) {
-    // Copies by the copy engine are announced by one lane, others by the lane that makes them.
-    mbarrier_init(shared.barrier(kQFull + buffer), kRowsWarps * (params.q_boxes ? 1 : 32));
+    // Copies by the copy engine are announced by one lane, others by the lane that makes them, 32 rows at a time.
+    mbarrier_init(shared.barrier(kQFull + buffer), kWarpgroupRows / kRowsOfWarp * (params.q_boxes ? 1 : 32));
     mbarrier_init(shared.barrier(kQDone + buffer), kWarpgroupThreads);
   }
   mbarrier_init_fence();
@@ -189,9 +197,8 @@ __device__ __forceinline__ void release_work(const Shared& shared, unsigned slot
   mbarrier_arrive(shared.barrier(kWorkEmpty + recompute_from(slot) % kWorkSlots));
 }
 
-// Named barriers: a turn and a meeting point for each consumer warpgroup, and one where all consumers meet, and one for the rows warps.
+// Named barriers: a turn and a meeting point for each consumer warpgroup, and one where all consumers meet.
 constexpr int kTurnBarrier = 1, kWarpgroupBarrier = kTurnBarrier + kConsumers, kConsumerBarrier = kWarpgroupBarrier + kConsumers;
-constexpr int kRowsBarrier = kConsumerBarrier + 1;
 
 __device__ __forceinline__ void sync_warpgroup(int consumer) { named_barrier_sync(kWarpgroupBarrier + consumer, kWarpgroupThreads); }
 

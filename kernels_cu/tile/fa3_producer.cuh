@@ -60,8 +60,27 @@ __device__ __forceinline__ void copy_tile(const Fa3Params& params, const TensorM
   __syncwarp();
 }
 
-// Copy every K tile of the CTA, and publish its segments. What it needs of a segment is read from shared memory each time: this warp
-// has few registers, and publishing takes most of them.
+// Start copying tile `count` of fp8 values from `key_begin` on, for the warps that turn it, which cannot know where it ends.
+__device__ __forceinline__ void copy_values_to_turn(const Fa3Params& params, const Shared& shared, const QueuedWork& work, int key_begin, unsigned count,
+                                                    const BoxOrigin& origin) {
+  wait_empty(shared, kVTurned, count);
+  if (producer_lane() == 0) {
+    shared.control->copied[count % kCopyStages] = {work.segment.first_seen - key_begin, work.tile.kv_len - key_begin};
+  }
+  copy_tile<kVoBlocks>(params, params.v, shared.v_copy(count), shared.barrier(kVCopied + count % kCopyStages), origin, work.segment.kv_head);
+}
+
+// There are `count` tiles.
+__device__ __forceinline__ void end_values_to_turn(const Shared& shared, unsigned count) {
+  wait_empty(shared, kVTurned, count);
+  if (producer_lane() == 0) {
+    shared.control->copied[count % kCopyStages].first_missing = KeyBounds::kNoTile;
+    mbarrier_arrive(shared.barrier(kVCopied + count % kCopyStages));
+  }
+}
+
+// Copy every K tile of the CTA, of fp8 every V tile as well, and publish its segments. What it needs of a segment is read from shared
+// memory each time: this warp has few registers, and publishing takes most of them.
 __device__ __forceinline__ void produce_k(const Fa3Params& params, const Shared& shared) {
   // Before the first segment, one without keys: publishing has one place, behind the first tile of the segment before.
   if (producer_lane() == 0) {
@@ -85,7 +104,9 @@ __device__ __forceinline__ void produce_k(const Fa3Params& params, const Shared&
         // The page table is read one tile ahead.
         BoxOrigin next_origin(params, work, key_begin + kKvTile);
         wait_empty(shared, kKEmpty, count);
+        if constexpr (kQFp8 && !kPaged) origin = BoxOrigin(params, work, key_begin);  // a register less than one kept
         copy_tile<kQkBlocks>(params, params.k, shared.k_tile(count), shared.barrier(kKFull + count % kNumStages), origin, work.segment.kv_head);
+        if constexpr (kQFp8) copy_values_to_turn(params, shared, work, key_begin, count, origin);
         origin = next_origin;
         ++count;
       }
@@ -94,6 +115,7 @@ __device__ __forceinline__ void produce_k(const Fa3Params& params, const Shared&
       key_begin += kKvTile;
     } while (key_begin < work.segment.kv_end);
   }
+  if constexpr (kQFp8) end_values_to_turn(shared, count);
 }
 
 // Copy every V tile of the CTA.

@@ -6,6 +6,8 @@
 #include "tile/fa3_layout.cuh"
 
 static_assert(kRowsOfWarp == 32, "a lane knows where a row lies");
+// How often a warp carries rows of each consumer.
+constexpr int kRowsTurns = kWarpgroupRows / kRowsOfWarp / kRowsWarps;
 constexpr int kQueryBoxBytes = kRowsOfWarp * kBlockRowBytes;
 
 // Where the box of packed rows from `row_begin` of a consumer on lies. A group divides 32, and so does it every first row.
@@ -74,7 +76,7 @@ __device__ __forceinline__ void store_output_rows(const Fa3Params& params, const
   __syncwarp();
 }
 
-// One of the warps, over all segments of the CTA: of every consumer the rows from `row_begin` on.
+// One of the warps, over all segments of the CTA: of every consumer 32 rows from `row_begin` on, and more where it is the only one.
 __device__ __forceinline__ void carry_rows(const Fa3Params& params, const Shared& shared, int row_begin) {
   if (producer_lane() == 0) {
     if (params.q_boxes) tma_prefetch_map(params.q);
@@ -94,12 +96,18 @@ __device__ __forceinline__ void carry_rows(const Fa3Params& params, const Shared
         const QueuedWork& finished = shared.work(slot - kQBuffers);
         mbarrier_sleep(shared.barrier(kQDone + buffer), (slot / kQBuffers & 1) ^ 1);
         if (finished.is_staged()) {
-          store_output_rows(params, finished, shared.q_tile(consumer, slot), consumer, row_begin);
-          // Where queries are narrower than outputs, one warp's queries arrive where the other's outputs lie.
-          if constexpr (kBlockRowBytes != kOBlockRowBytes) named_barrier_sync(kRowsBarrier, kRowsWarps * 32);
+#pragma unroll 1
+          for (int turn = 0; turn < kRowsTurns; ++turn) {
+            store_output_rows(params, finished, shared.q_tile(consumer, slot), consumer, row_begin + turn * kRowsOfWarp);
+          }
         }
       }
-      if (loads) load_query_rows(params, shared.work(slot), shared.q_tile(consumer, slot), consumer, row_begin, shared.barrier(kQFull + buffer));
+      if (loads) {
+#pragma unroll 1
+        for (int turn = 0; turn < kRowsTurns; ++turn) {
+          load_query_rows(params, shared.work(slot), shared.q_tile(consumer, slot), consumer, row_begin + turn * kRowsOfWarp, shared.barrier(kQFull + buffer));
+        }
+      }
     }
     if (slot >= kQBuffers) release_work(shared, slot - kQBuffers);
   }

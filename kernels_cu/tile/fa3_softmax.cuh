@@ -10,9 +10,9 @@
 // Stands for the maximum of a row that has seen no key: finite, so that -inf minus it is still -inf.
 constexpr float kNoMax = -1e30f;
 // How far a row's reference lies below its maximum when it is set, in powers of two, and how far at most before sums and output are
-// rescaled: half holds 2^8. So does e4m3, but with few bits: there the largest weight is 2^8 always, exactly, and weights down to 2^-18 of
-// it are kept.
-constexpr float kReferenceDepth = kQFp8 ? 8.f : 0.f, kLargestDepth = 8.f;
+// rescaled: half holds 2^8. e4m3 holds 448, with few bits: there the weight that sets a reference is 2^8 exactly, none exceeds 2^8.75, and
+// weights down to 2^-18 of the largest are kept.
+constexpr float kReferenceDepth = kQFp8 ? 8.f : 0.f, kLargestDepth = kQFp8 ? 8.75f : 8.f;
 // Whether maxima are found by comparing integers first. Three consumers have no registers for both ways.
 constexpr bool kIntegerMaxima = kConsumers == 2;
 // A scale of zero would turn a masked -inf into NaN.

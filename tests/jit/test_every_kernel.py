@@ -11,7 +11,7 @@ import itertools
 import pytest
 
 from cupyinfer.attention.options import make_options
-from cupyinfer.dtypes import FP8_QUERY_TYPE
+from cupyinfer.dtypes import FP8_QUERY_TYPE, itemsize
 from cupyinfer.jit.ahead import fa3_variants, standard_variants
 from cupyinfer.jit.cache import default_cache
 from cupyinfer.jit.source import kernel_source
@@ -54,7 +54,7 @@ def fa3_feature_variants() -> tuple[AttentionVariant, ...]:
     """Hopper kernels beyond the standard ones: every width, paged and ragged, capped, with ALiBi in turn."""
     found = []
     for dtype in ("float16", FP8_QUERY_TYPE):
-        for at, (qk, vo) in enumerate(FA3_TILES):
+        for at, (qk, vo) in enumerate(FA3_TILES[itemsize(dtype)]):
             for paged in (True, False):
                 alibi = "ALIBI" if (at + paged) % 2 else "NONE"
                 found.append(

@@ -108,7 +108,7 @@ def cases(draw: st.DrawFn, kinds: tuple[str, ...] = KINDS, max_batch: int = 6, m
     transforms_logits = draw(st.booleans())
     kv_itemsize = draw(st.sampled_from([1, 2]))
     pages = 1 if kind == "ragged" else page_size
-    fits = head_dims in FA3_TILES and fa3_tile_qs(*head_dims, pages, transforms_logits)
+    fits = head_dims in FA3_TILES[kv_itemsize] and fa3_tile_qs(*head_dims, pages, transforms_logits, kv_itemsize)
     backends = ["fa2", "fa3"] if kind != "decode" and fits else ["fa2"]
     return Case(
         kind=kind,
