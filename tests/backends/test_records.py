@@ -52,9 +52,13 @@ def kernel() -> Fa2Kernel:
     return Fa2Kernel(variant, named_profile("h200"), 0, {"num_qo_heads": 8, "causal": True}, PLAIN)
 
 
+def _steps(number: int) -> tuple[int, int, int, int]:
+    return number, 10 * number, 100 * number, number + 1
+
+
 def planned(of: Fa2Kernel, number: int, num_ctas: int = 5, **values: int) -> Fa2Launcher:
     addresses = PlanAddresses(*(1000 * number + at for at in range(6)))
-    return Fa2Launcher(of, addresses, (number, 10 * number), values, num_ctas, None)
+    return Fa2Launcher(of, addresses, _steps(number), values, num_ctas, None)
 
 
 def view(ptr: int) -> ArrayView:
@@ -70,11 +74,11 @@ def field(record: Any, *names: str) -> tuple[Any, ...]:
 
 
 def plan_in(record: Any) -> tuple[Any, ...]:
-    return field(record, *PlanAddresses._fields, "max_tiles", "unit_step")
+    return field(record, *PlanAddresses._fields, "max_tiles", "unit_step", "num_entries", "entries_per_tile")
 
 
 def expected_plan(number: int) -> tuple[int, ...]:
-    return (*(1000 * number + at for at in range(6)), number, 10 * number)
+    return (*(1000 * number + at for at in range(6)), *_steps(number))
 
 
 def test_plans_of_one_kernel_take_turns(loaded: Loaded) -> None:
