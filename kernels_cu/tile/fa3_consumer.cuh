@@ -86,6 +86,7 @@ struct Consumer {
     // For three consumers ptxas finds registers in this order only, and moves the wait up all the same.
     if constexpr (kConsumers == 3) exponentiate(params.base, rows, s, state, rescale);
     wgmma_wait<0>();
+    if constexpr (kTurnsLast) end_turn();
     bind_registers(o);
     bind_registers(s);
     release(kVEmpty, count);
