@@ -199,6 +199,7 @@ class Fa2Launcher:
             if kernel.planned_by != self._number:
                 self._set_plan()
             if strides is not kernel.strides:
+                kernel.strides = None  # until all of them are written
                 _STRIDES.pack_into(record, _STRIDES_OFFSET, *strides)
                 kernel.strides = strides
             if scales is not kernel.run_scales:

@@ -101,6 +101,7 @@ __device__ __noinline__ void copy_seen_rows(const char* first_source, const char
 // where they do lie, they save a trip to memory if that is so.
 struct PageGuess {
   unsigned entry;  // of the first id in the page table
+  int slot;        // of the block's first key in that page: it decides whether the second part lies in the next one
   int pages[kBlockParts];
 
   __device__ __forceinline__ PageGuess(const AttentionParams& params, bool by_part, int warp, int lane) {
@@ -108,9 +109,10 @@ struct PageGuess {
     int key = warp * kBlockKeys + (by_part ? 0 : lane % kBlockKeys);
     int page_idx = divide(key, params.by_page_size);
     entry = divide(blockIdx.x, params.by_num_kv_heads) * static_cast<unsigned>(params.entries_per_tile) + page_idx;
+    slot = key - page_idx * params.page_size;
 #pragma unroll
     for (int part = 0; part < kBlockParts; ++part) {
-      unsigned at = entry + (part > 0 && key - page_idx * params.page_size + part * kPartKeys >= params.page_size);
+      unsigned at = entry + (part > 0 && slot + part * kPartKeys >= params.page_size);
       if (at < static_cast<unsigned>(params.num_entries)) pages[part] = __ldg(params.page_indices + at);
     }
   }
@@ -181,7 +183,8 @@ struct BlockLoader {
       int page_idx = divide(own_key, params.by_page_size);
       slot = own_key - page_idx * params.page_size;
       unsigned entry = tile.kv_base + page_idx;
-      if (kStart && entry == guess.entry && entry + kBlockParts <= static_cast<unsigned>(params.num_entries)) {
+      bool guessed = entry == guess.entry && (kBlockParts == 1 || slot == guess.slot);
+      if (kStart && guessed && entry + kBlockParts <= static_cast<unsigned>(params.num_entries)) {
 #pragma unroll
         for (int part = 0; part < kBlockParts; ++part) pages[part] = guess.pages[part];
         return;

@@ -120,6 +120,17 @@ def cases(draw: Any) -> Case:
     return sample_case(Drawn(draw), max_requests=4, max_kv_len=300, max_qo_len=40)
 
 
+@pytest.mark.decode
+@pytest.mark.parametrize("kv_lens", [(1000,), (300,) * 4, (4096,) * 4, (1000, 40, 700)], ids=str)
+@pytest.mark.parametrize(("head_dim", "kv_dtype"), [(64, None), (128, "float8_e4m3fn")])
+@pytest.mark.parametrize("page_size", [32, 48, 80, 112])
+def test_pages_that_end_within_a_block_of_keys(
+    page_size: int, head_dim: int, kv_dtype: str | None, kv_lens: tuple[int, ...], backend: str
+) -> None:
+    """Decode copies short rows by 32 keys: whether these reach into another page differs from block to block, and from piece to piece."""
+    run_case(Case(kv_lens, head_dims=(head_dim, head_dim), page_size=page_size, dtype="bfloat16", kv_dtype=kv_dtype), backend)
+
+
 @settings(max_examples=100)
 @given(cases())
 def test_random_small_batches(case: Case) -> None:
