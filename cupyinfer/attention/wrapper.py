@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Never, SupportsIndex
 
 from cupyinfer.attention.call_errors import checked_call
 from cupyinfer.attention.metadata import NO_VALUES, PlanValues, alibi_slopes
@@ -13,7 +13,7 @@ from cupyinfer.attention.plan import Plan, plan_attention
 from cupyinfer.attention.request import AttentionRequest
 from cupyinfer.attention.workspaces import Workspaces, check_backend
 from cupyinfer.backends.device import current_device, read_profile
-from cupyinfer.errors import ArgumentError, StateError
+from cupyinfer.errors import ArgumentError, ArgumentTypeError, StateError
 from cupyinfer.schedule.capacity import BatchLimits
 from cupyinfer.schedule.geometry import BatchGeometry, check_flag, check_int
 from cupyinfer.schedule.plan_info import PlanInfo
@@ -129,6 +129,16 @@ class BatchAttentionWrapper:
         self._graph: GraphLayout | None = None
         self._plan: Plan | None = None
         self.reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Never:
+        """Refuse `copy` and `pickle`: a copy would plan and run in addresses that belong to this wrapper, or to another process.
+
+        Raises:
+            ArgumentTypeError: always.
+        """
+        raise ArgumentTypeError(
+            f"{type(self).__name__}: cannot be copied or pickled, for its plan lies in its workspaces; make another wrapper"
+        )
 
     @property
     def is_cuda_graph_enabled(self) -> bool:

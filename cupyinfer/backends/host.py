@@ -37,10 +37,14 @@ class _CtaWork(NamedTuple):
 def run_host(problem: HostProblem) -> None:
     """Do the work of every CTA of a plan, writing `o`, `lse` and the partial results in place.
 
-    The `arrived` counters must be zero, as planning leaves them, and are zero again afterwards.
+    The `arrived` counters must be zero, as planning leaves them, and are zero again afterwards, also after an interruption.
     """
-    for cta in range(len(problem.cta_work)):
-        run_cta(problem, cta)
+    try:
+        for cta in range(len(problem.cta_work)):
+            run_cta(problem, cta)
+    except BaseException:
+        problem.merge_groups[:, 2] = 0
+        raise
 
 
 def run_cta(problem: HostProblem, cta: int) -> None:

@@ -3,12 +3,16 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
+import pickle
 from typing import Any
 
 import numpy as np
 import pytest
 
 import cupyinfer
+from cupyinfer.backends import host
 from cupyinfer.errors import ArgumentError, ArgumentTypeError, CupyInferError
 from cupyinfer.schedule.geometry import MAX_UNITS
 from tests.attention.homes import HOMES, Home
@@ -336,3 +340,34 @@ def test_unknown_and_missing_arguments_everywhere() -> None:
         if "module" not in call.__name__:  # modules leave further options to `plan`
             with pytest.raises(ArgumentTypeError, match=r"^foo: .* takes no such argument"):
                 call(*args, foo=1)
+
+
+@pytest.mark.parametrize("op", BATCHES)
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_wrappers_are_not_copied(op: str, copied: Any) -> None:
+    """A copy would plan into addresses of the original's workspaces."""
+    with pytest.raises(ArgumentTypeError, match=r"^Batch\w+Wrapper: cannot be copied or pickled"):
+        copied(wrapper_for(op))
+
+
+def test_a_run_that_is_interrupted_leaves_nothing_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts that had arrived before do not count for the run after."""
+    call = Call(Case((700,), dtype="float16", fixed_split_size=4), "host")
+    call.plan()
+    expected = call.run()
+    work = host._run_segment
+    parts = itertools.count()
+
+    def interrupted(*of: Any) -> None:
+        if next(parts) == 3:
+            raise KeyboardInterrupt
+        work(*of)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(host, "_run_segment", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            call.run()
+    again = call.run()
+    assert next(parts) == 4
+    for before, after in zip(expected, again, strict=True):
+        np.testing.assert_array_equal(before, after)
