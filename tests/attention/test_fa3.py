@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -13,7 +14,7 @@ from cupyinfer.backends.device import current_device, read_profile
 from cupyinfer.schedule.tiles import FA3_ARCH, FA3_TILES, fa3_tile_q
 from tests.support.batches import Case
 from tests.support.compare import assert_attention_close
-from tests.support.oracle import AttentionOptions, attention_oracle, low_precision_reference
+from tests.support.oracle import AttentionOptions, attention_oracle, e4m3_weights_bound, low_precision_reference
 from tests.support.runner import Call, run_case
 
 #: Groups that fill boxes of 32 packed rows, and such that do not.
@@ -175,24 +176,31 @@ LEVELS = {
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.float8_e4m3fn])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("levels", LEVELS)
-def test_references_follow_logits_of_any_sign(levels: str, head_dim: int) -> None:
+def test_references_follow_logits_of_any_sign(levels: str, head_dim: int, dtype: type[Any]) -> None:
     """Maxima are compared as integers, exact where some logit is positive: rows of neighbouring factors take both ways at once."""
     import cupy
 
     rng = np.random.default_rng(7)
     factors = np.array([1.0, -1.0, 0.25, 2.0, -0.5, 0.0, 1.5])
-    q, k, v = (rng.standard_normal((count, heads, head_dim)).astype(np.float16) for count, heads in ((300, 4), (1600, 2), (1600, 2)))
-    q *= np.float16(0.1)
-    k *= np.float16(0.1)
+    q, k, v = (rng.standard_normal((count, heads, head_dim)) for count, heads in ((300, 4), (1600, 2), (1600, 2)))
+    q *= 0.1
+    k *= 0.1
     q[:, :, 0] = factors[(np.arange(300)[:, None] + np.arange(4)) % len(factors)]
     k[:, :, 0] = LEVELS[levels].repeat(50)[:, None]
+    q, k, v = (x.astype(dtype) for x in (q, k, v))
     offsets = [np.array([0, n], np.int32) for n in (300, 1600)]
     wrapper = cupyinfer.BatchPrefillWithRaggedKVCacheWrapper(backend="fa3")
-    size = wrapper.workspace_size(*offsets, 4, 2, head_dim, sm_scale=1.0)
+    options: dict[str, Any] = {"sm_scale": 1.0}
+    if dtype != np.float16:
+        options |= {"q_data_type": "float8_e4m3fn", "o_data_type": "float16"}
+    size = wrapper.workspace_size(*offsets, 4, 2, head_dim, **options)
     wrapper.reset_workspace_buffer(cupy.empty(size.float_bytes, cupy.uint8), cupy.empty(size.int_bytes, cupy.uint8))
-    wrapper.plan(*offsets, 4, 2, head_dim, sm_scale=1.0)
-    o, lse = wrapper.run(*(cupy.asarray(x) for x in (q, k, v)), return_lse=True)
+    wrapper.plan(*offsets, 4, 2, head_dim, **options)
+    on_gpu = (cupy.asarray(x) if dtype == np.float16 else cupy.asarray(x.view(np.uint8)) for x in (q, k, v))
+    o, lse = wrapper.run(*on_gpu, return_lse=True)
     call = q, [300], [k], [v], AttentionOptions(sm_scale=1.0)
-    assert_attention_close(o.get(), lse.get(), attention_oracle(*call), low_precision_reference(*call), [300])
+    weights = None if dtype == np.float16 else e4m3_weights_bound(*call)
+    assert_attention_close(o.get(), lse.get(), attention_oracle(*call), low_precision_reference(*call), [300], weights_bound=weights)
