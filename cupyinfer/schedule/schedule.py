@@ -12,7 +12,7 @@ import numpy.typing as npt
 from cupyinfer.errors import ArgumentError, ArgumentTypeError
 from cupyinfer.schedule.counting import counting, scalar, tuple_new
 from cupyinfer.schedule.geometry import MAX_KV_LEN
-from cupyinfer.schedule.order import busiest_time, least_time, line_time, order_tiles
+from cupyinfer.schedule.order import busiest_time, least_line_time, least_time, line_time, order_tiles
 from cupyinfer.schedule.partition import Partition, cut_line, cut_line_of_each_head, merge_groups_of, no_groups, whole_units_only
 from cupyinfer.schedule.tiles import TileConfig
 from cupyinfer.schedule.tiling import TILE_INTS, Tiles, key_iterations
@@ -145,7 +145,8 @@ def make_schedule(
     if piece_kv is not None:
         records, merge_groups, num_partial_rows = _split_tiles(tiles, config.kv_tile, num_kv_heads, piece_kv)
     elif len(records) and (policy.allowed or not equal):
-        line = _Line(tiles.records, key_iterations(tiles.keys, config.kv_tile, tiles.shortest), shortest, longest, tiles.uniform_rows)
+        iterations = key_iterations(tiles.keys, config.kv_tile, tiles.shortest)
+        line = tuple_new(_Line, (tiles.records, iterations, shortest, longest, tiles.uniform_rows))
         if config.cta_tile_q == 16:
             records, partition = _automatic(line, config, num_sms, num_kv_heads, policy.allowed, full_grid)
         else:
@@ -182,7 +183,7 @@ class _Line(NamedTuple):
     def ordered(self, order: npt.NDArray[np.int64]) -> _Line:
         """The same tiles in another order."""
         records, iterations, shortest, longest, uniform_rows = self
-        return _Line(records.take(order, axis=0), iterations.take(order), shortest, longest, uniform_rows)
+        return tuple_new(_Line, (records.take(order, axis=0), iterations.take(order), shortest, longest, uniform_rows))
 
     @property
     def num_rows(self) -> npt.NDArray[np.int32] | int:
@@ -264,13 +265,14 @@ def _automatic_prefill(
     total = int(np.add.reduce(line.iterations))
     order, time = order_tiles(tiles, line.iterations, line.longest, total, num_kv_heads, grid, keys_in_l2)
     line = line.ordered(order)
-    if may_split:
-        shares, shared_time = _shares_of_all(config, num_sms, 0, total * num_kv_heads)
+    shares = min(num_sms, total * num_kv_heads // _MIN_SHARE) if may_split else 0
+    if shares > 1:
+        # Cutting the line is only tried where it would pay if it gave every share as few units as the average.
+        crowding = _crowding(shares, num_sms, grid)
         whole_time = time * _crowding(num_units, num_sms, grid)
-        if shares > 1 and whole_time > _SHARING_GAIN * _shared_time(shared_time):
+        if whole_time > _SHARING_GAIN * _shared_time(least_line_time(total * num_kv_heads, num_units, shares) * crowding):
             tile_begin = _tile_begin(line.iterations, num_kv_heads)
-            shared_time = line_time(line.iterations, tile_begin, num_kv_heads, shares) * _crowding(shares, num_sms, grid)
-            if whole_time > _SHARING_GAIN * _shared_time(shared_time):
+            if whole_time > _SHARING_GAIN * _shared_time(line_time(line.iterations, tile_begin, num_kv_heads, shares) * crowding):
                 return line.records, line.cut(tile_begin, num_kv_heads, grid if full_grid else shares, 0, shares)
     num_ctas = grid
     if not full_grid:
@@ -280,7 +282,7 @@ def _automatic_prefill(
             too_long = least_time(total, len(line.records), num_kv_heads, fewer) > most_time
             if too_long or busiest_time(line.iterations, num_kv_heads, fewer) > most_time:
                 num_ctas = grid
-    return line.records, Partition(whole_units_only(num_ctas, num_units), no_groups(), 0)
+    return line.records, tuple_new(Partition, (whole_units_only(num_ctas, num_units), no_groups(), 0))
 
 
 def _tile_begin(iterations: npt.NDArray[np.int64], num_kv_heads: int) -> npt.NDArray[np.int64]:
