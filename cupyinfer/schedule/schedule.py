@@ -190,7 +190,7 @@ class _Line(NamedTuple):
         """Valid rows of each tile, or those of every tile."""
         return self.records[:, 3] if self.uniform_rows is None else self.uniform_rows
 
-    def cut(self, tile_begin: npt.NDArray[np.int64], num_kv_heads: int, num_ctas: int, num_whole_units: int, shares: int) -> Partition:
+    def cut(self, tile_begin: npt.NDArray[np.int64] | None, num_kv_heads: int, num_ctas: int, num_whole_units: int, shares: int) -> Partition:
         """As cut_line."""
         return cut_line(self.iterations, tile_begin, self.longest, self.num_rows, num_kv_heads, num_ctas, num_whole_units, shares)
 
@@ -223,12 +223,13 @@ def _automatic(
 
 def _shared_by_head(line: _Line, grid: int, num_kv_heads: int, most: int, full_grid: bool) -> Partition | None:
     """As _shared, with a line for every head that at most so many CTAs share."""
-    tile_begin = _tile_begin(line.iterations, 1)
-    total = tile_begin.item(-1)
+    equal = line.shortest == line.longest
+    tile_begin = None if equal else _tile_begin(line.iterations, 1)
+    total = len(line.iterations) * line.longest if tile_begin is None else tile_begin.item(-1)
     shares = min(most, total // _MIN_SHARE)
     if shares < min(2, most):
         return None
-    if line.shortest == line.longest:
+    if equal:
         whole_time = -(-len(line.records) * num_kv_heads // grid) * line.longest
         if whole_time * shares <= _SHARING_GAIN * total:
             return None
@@ -238,8 +239,9 @@ def _shared_by_head(line: _Line, grid: int, num_kv_heads: int, most: int, full_g
 
 def _shared(line: _Line, config: TileConfig, num_sms: int, num_kv_heads: int, full_grid: bool) -> Partition | None:
     """How CTAs share the tiles in the order they have; None when that does not pay."""
-    tile_begin = _tile_begin(line.iterations, num_kv_heads)
-    num_whole_units, shares = _sharing(line, config, num_sms, num_kv_heads, int(tile_begin[-1]))
+    tile_begin = None if line.shortest == line.longest else _tile_begin(line.iterations, num_kv_heads)
+    total = len(line.iterations) * num_kv_heads * line.longest if tile_begin is None else tile_begin.item(-1)
+    num_whole_units, shares = _sharing(line, config, num_sms, num_kv_heads, total)
     if not shares:
         return None
     grid = num_sms * config.ctas_per_sm

@@ -117,20 +117,21 @@ def make_tiles(
     each = geometry.uniform_qo_len
     if each is not None and each * group_size <= cta_tile_q:
         return _one_tile_each(geometry, each, group_size, kv_tile, span, mask_begin)
-    num_tokens, kv_len, group = geometry.qo_len, geometry.kv_len, scalar(group_size)
-    batch, tile_q, whole_span = len(kv_len), scalar(cta_tile_q), not span.causal and span.window_left < 0
+    num_tokens, kv_len, group, tile_q = geometry.qo_len, geometry.kv_len, scalar(group_size), scalar(cta_tile_q)
+    batch = len(kv_len)
     rows = num_tokens * group
     per_request = rows + scalar(cta_tile_q - 1)
     per_request //= tile_q
-    # Per request, what tile 0 of the batch would have if it were the request's; every tile after it has a tile's rows more.
-    of_request = np.empty((3 if whole_span else 4, batch), np.int64)
-    of_request[0], of_request[1], row_begin = kv_len, rows, of_request[2]
-    np.subtract(per_request, np.add.accumulate(per_request), out=row_begin)
+    # Per request, what tile 0 of the batch would have if it were the request's: every tile after it is as many rows further.
+    of_request = np.empty((4, batch), np.int64)
+    row_begin = np.subtract(per_request, np.add.accumulate(per_request), out=of_request[0])
     row_begin *= tile_q
-    if not whole_span:  # the position of the tile's first query, times the group, and what its first row is past that query's first
-        position = np.subtract(kv_len, num_tokens, out=of_request[3])
+    np.subtract(rows, row_begin, out=of_request[1])
+    if span.causal or span.window_left >= 0:  # the position of its first row, counted in rows
+        position = np.subtract(kv_len, num_tokens, out=of_request[2])
         position *= group
         position += row_begin
+    of_request[3] = kv_len
     # What all tiles of a request have in common.
     common = _tile_template(room_for(batch), 0, 0)[:batch].copy()
     common[:, 1] = geometry.q_begin
@@ -142,19 +143,21 @@ def make_tiles(
         common[:, 11] = mask_begin
     records = common.repeat(per_request, axis=0)
     of_tile = of_request.repeat(per_request, axis=1)
-    of_tile[2:] += counting(len(records)) * tile_q
-    keys, num_rows, row_begin = of_tile[0], of_tile[1], of_tile[2]
-    num_rows -= row_begin
+    num_tiles = len(records)
+    of_tile[:3] += _rows_before(room_for(num_tiles), cta_tile_q)[:, :num_tiles]
+    row_begin, num_rows, position, keys = of_tile
     records[:, 2] = row_begin
     records[:, 3] = np.minimum(num_rows, tile_q, out=num_rows)
     if span.causal:
         # One past the position of the tile's last row; a query before all keys sees none.
-        seen = of_tile[3] + scalar(cta_tile_q + group_size - 1)
+        seen = position + scalar(cta_tile_q + group_size - 1)
         seen //= group
-        keys = np.minimum(keys, np.maximum(seen, scalar(0), out=seen), out=seen)
+        if geometry.longest_qo > geometry.shortest_kv:
+            np.maximum(seen, scalar(0), out=seen)
+        keys = np.minimum(keys, seen, out=seen)
         records[:, 5] = keys
     if span.window_left >= 0:
-        kv_begin = _first_key(of_tile[3] // group, keys, kv_tile, span.window_left)
+        kv_begin = _first_key(position // group, keys, kv_tile, span.window_left)
         records[:, 4] = kv_begin
         keys = keys - kv_begin
     request_keys = kv_len if geometry.shortest_qo else kv_len * np.minimum(per_request, scalar(1))
@@ -195,6 +198,15 @@ def _tile_template(batch: int, qo_len: int, group_size: int) -> npt.NDArray[np.i
     tiles[:, 9] = -1
     tiles.flags.writeable = False
     return tiles
+
+
+@lru_cache(maxsize=16)
+def _rows_before(num_tiles: int, cta_tile_q: int) -> npt.NDArray[np.int64]:
+    """Rows of all tiles before each, to add to its first row, to take from the rows that are left, and to add to its position."""
+    before = counting(num_tiles) * cta_tile_q
+    rows = np.stack((before, -before, before))
+    rows.flags.writeable = False
+    return rows
 
 
 def _first_key(position: npt.NDArray[np.int64], kv_end: npt.NDArray[np.int64], kv_tile: int, window_left: int) -> npt.NDArray[np.int64]:
