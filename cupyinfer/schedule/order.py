@@ -15,14 +15,15 @@ from cupyinfer.schedule.tiling import Tiles
 #: What a unit costs besides its iterations, in iterations: queries that arrive, the first softmax, the output. Before fa3
 #: joined its segments, both prefill kernels lost about 2.5 us per unit on an H200, and an iteration of 128 keys takes 1.7 us.
 UNIT_COST = 1.5
+_UNIT_COST = np.array(UNIT_COST)
 #: Sections may make the busiest CTA this much busier than the longest-first order would.
 _UNEVEN_SECTIONS = 1.02
 
 
 def order_tiles(
     tiles: Tiles, iterations: npt.NDArray[np.int64], longest: int, total: int, num_kv_heads: int, grid: int, keys_in_l2: int
-) -> tuple[npt.NDArray[np.int64], float]:
-    """The order for unequal tiles, and the time of its busiest CTA when whole units are dealt out to `grid` CTAs.
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], float]:
+    """The order for unequal tiles, their iterations in it, and the time of its busiest CTA when `grid` CTAs are dealt whole units.
 
     Longest first leaves short units for the end, where they even out the rest, but every wave then touches the keys of every request.
     So a batch is worked on in sections of consecutive requests whose keys stay in L2 together. Sections alternate between longest and
@@ -37,20 +38,25 @@ def order_tiles(
         grid: CTAs.
         keys_in_l2: keys of a section, of all heads.
     """
-    by_section, section_time = None, 0.0
+    by_section = None
     section, last = _sections(tiles, keys_in_l2)
     if last:
         bits = longest.bit_length()
         key, largest = _section_keys(last, bits).take(section), ((last + 1) << bits) - 1
         key ^= iterations
-        by_section = _stable_order(key, largest)
-        section_time = busiest_time(iterations.take(by_section), num_kv_heads, grid)
+        by_section = _timed(_stable_order(key, largest), iterations, num_kv_heads, grid)
         # Where sections are nearly as even as anything can be, the other order cannot beat them.
-        if section_time <= _UNEVEN_SECTIONS * least_time(total, len(iterations), num_kv_heads, grid):
-            return by_section, section_time
-    longest_first = _stable_order(scalar(longest) - iterations, longest)
-    time = busiest_time(iterations.take(longest_first), num_kv_heads, grid)
-    return (longest_first, time) if by_section is None or section_time > _UNEVEN_SECTIONS * time else (by_section, section_time)
+        if by_section[2] <= _UNEVEN_SECTIONS * least_time(total, len(iterations), num_kv_heads, grid):
+            return by_section
+    longest_first = _timed(_stable_order(scalar(longest) - iterations, longest), iterations, num_kv_heads, grid)
+    return longest_first if by_section is None or by_section[2] > _UNEVEN_SECTIONS * longest_first[2] else by_section
+
+
+def _timed(
+    order: npt.NDArray[np.int64], iterations: npt.NDArray[np.int64], num_kv_heads: int, grid: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], float]:
+    ordered = iterations.take(order)
+    return order, ordered, busiest_time(ordered, num_kv_heads, grid)
 
 
 def _stable_order(key: npt.NDArray[np.int64], largest: int) -> npt.NDArray[np.int64]:
@@ -87,23 +93,21 @@ def _section_keys(last: int, bits: int) -> npt.NDArray[np.int64]:
 
 def busiest_time(iterations: npt.NDArray[np.int64], num_kv_heads: int, grid: int) -> float:
     """Time of the busiest CTA, in iterations, when units are dealt out in that order in waves that turn round."""
-    num_units = len(iterations) * num_kv_heads
-    num_waves = -(-num_units // grid)
     # Neighbouring CTAs have the heads of the same tiles, in every wave: one stands for as many as two waves and a tile's heads divide by.
     alike = gcd(2 * grid, num_kv_heads)
     width, heads = 2 * grid // alike, num_kv_heads // alike
-    waves = np.empty((num_waves + 1) // 2 * width, np.int64)
     count = len(iterations) * heads
-    waves[count:] = 0
-    waves[:count].reshape(-1, heads)[:] = iterations[:, None]
-    of_both = np.add.reduce(waves.reshape(-1, width))  # even waves, and odd ones
-    work = (of_both + of_both[::-1])[: (width + 1) // 2]
-    # Not all CTAs have a unit in the last wave.
-    in_last = num_units - (num_waves - 1) * grid
-    at = (in_last if num_waves % 2 else grid - in_last) // alike
-    busy, idle = (work[:at], work[at:]) if num_waves % 2 else (work[at:], work[:at])
-    time = most(busy) + UNIT_COST * num_waves
-    return max(time, most(idle) + UNIT_COST * (num_waves - 1)) if len(idle) else time
+    waves = np.zeros((-(-count // width), width))
+    units = waves.reshape(-1)[:count]
+    if heads == 1:
+        units[:] = iterations
+    else:
+        units.reshape(-1, heads)[:] = iterations[:, None]
+    units += _UNIT_COST
+    of_both = np.add.reduce(waves)  # even waves, and odd ones, which turn round
+    of_both = of_both + of_both[::-1]
+    time: float = of_both.item(of_both.argmax())
+    return time
 
 
 def least_time(total: int, num_tiles: int, num_kv_heads: int, grid: int) -> float:

@@ -180,11 +180,6 @@ class _Line(NamedTuple):
     longest: int
     uniform_rows: int | None
 
-    def ordered(self, order: npt.NDArray[np.int64]) -> _Line:
-        """The same tiles in another order."""
-        records, iterations, shortest, longest, uniform_rows = self
-        return tuple_new(_Line, (records.take(order, axis=0), iterations.take(order), shortest, longest, uniform_rows))
-
     @property
     def num_rows(self) -> npt.NDArray[np.int32] | int:
         """Valid rows of each tile, or those of every tile."""
@@ -214,7 +209,9 @@ def _automatic(
     """16-row tiles in the order to work on them, and how CTAs share them; None when every unit is best left to one CTA."""
     if not may_split:
         # Longest first: the short ones at the end even out what the long ones left.
-        return (line if line.shortest == line.longest else line.ordered((-line.iterations).argsort(kind="stable"))).records, None
+        if line.shortest == line.longest:
+            return line.records, None
+        return line.records.take((-line.iterations).argsort(kind="stable"), axis=0), None
     most = shares_of_a_head(config, num_sms, num_kv_heads)
     if most:
         return line.records, _shared_by_head(line, num_sms * config.ctas_per_sm, num_kv_heads, most, full_grid)
@@ -265,8 +262,8 @@ def _automatic_prefill(
     num_units = len(line.records) * num_kv_heads
     grid = num_sms * config.ctas_per_sm
     total = int(np.add.reduce(line.iterations))
-    order, time = order_tiles(tiles, line.iterations, line.longest, total, num_kv_heads, grid, keys_in_l2)
-    line = line.ordered(order)
+    order, iterations, time = order_tiles(tiles, line.iterations, line.longest, total, num_kv_heads, grid, keys_in_l2)
+    line = tuple_new(_Line, (line.records.take(order, axis=0), iterations, *line[2:]))
     shares = min(num_sms, total * num_kv_heads // _MIN_SHARE) if may_split else 0
     if shares > 1:
         # Cutting the line is only tried where it would pay if it gave every share as few units as the average.

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from cupyinfer.schedule.counting import counting, ends, room_for, scalar, tuple_new
+from cupyinfer.schedule.counting import counting, ends, least, room_for, scalar, tuple_new
 from cupyinfer.schedule.geometry import BatchGeometry
 from cupyinfer.schedule.tiles import max_tile_q
 
@@ -135,7 +135,8 @@ def make_tiles(
     # What all tiles of a request have in common.
     common = _tile_template(room_for(batch), 0, 0)[:batch].copy()
     common[:, 1] = geometry.q_begin
-    common[:, 5] = kv_len
+    if not span.causal:
+        common[:, 5] = kv_len
     common[:, 6] = kv_len
     common[:, 7] = geometry.kv_base
     common[:, 8] = num_tokens
@@ -161,7 +162,10 @@ def make_tiles(
         records[:, 4] = kv_begin
         keys = keys - kv_begin
     request_keys = kv_len if geometry.shortest_qo else kv_len * np.minimum(per_request, scalar(1))
-    shortest, longest = ends(keys) if len(keys) else (0, 0)
+    if geometry.shortest_qo and span.window_left < 0:  # the last tile of every request, at least, sees all of its keys
+        shortest, longest = least(keys) if span.causal else geometry.shortest_kv, geometry.longest_kv
+    else:
+        shortest, longest = ends(keys) if len(keys) else (0, 0)
     return tuple_new(Tiles, (records, keys, per_request, request_keys, geometry.longest_kv, shortest, longest, None))
 
 
