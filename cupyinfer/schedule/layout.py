@@ -52,7 +52,7 @@ _INT_REGIONS, _FLOAT_REGIONS = Offsets._fields[:5], Offsets._fields[5:]
 
 
 def _layout(counts: RegionCounts) -> tuple[Offsets, tuple[int | None, ...], int, int]:
-    """The one description of both workspaces: where every region begins, its bytes (None for an absent one), and where int and float end."""
+    """The one description of both workspaces: where regions begin, their bytes (None for an absent one), and where int and float end."""
     num_tiles, num_ctas, num_merge_groups, num_partial_rows, head_dim_vo, num_page_indices, value_bytes = counts
     # Records are multiples of the alignment, and so are rows of partial results.
     tiles, cta_work, merge_groups = _TILE_BYTES * num_tiles, _CTA_BYTES * num_ctas, _GROUP_BYTES * num_merge_groups

@@ -185,7 +185,9 @@ class _Line(NamedTuple):
         """Valid rows of each tile, or those of every tile."""
         return self.records[:, 3] if self.uniform_rows is None else self.uniform_rows
 
-    def cut(self, tile_begin: npt.NDArray[np.int64] | None, num_kv_heads: int, num_ctas: int, num_whole_units: int, shares: int) -> Partition:
+    def cut(
+        self, tile_begin: npt.NDArray[np.int64] | None, num_kv_heads: int, num_ctas: int, num_whole_units: int, shares: int
+    ) -> Partition:
         """As cut_line."""
         return cut_line(self.iterations, tile_begin, self.longest, self.num_rows, num_kv_heads, num_ctas, num_whole_units, shares)
 
