@@ -86,7 +86,7 @@ class _Cuts(NamedTuple):
         """As merge_groups_of, every group as often as there are heads that are cut alike, all heads of one after the other."""
         num_groups, num_parts, num_rows = self.num_groups * heads, self.num_parts, self.num_rows
         if num_parts is None and isinstance(num_rows, int):
-            return _pairs(room_for(num_groups), num_rows)[:num_groups], 2 * num_groups * num_rows
+            return merge_groups_alike(num_groups, 2, num_rows)
         parts = scalar(2) if num_parts is None else num_parts if heads == 1 else num_parts.repeat(heads)
         return merge_groups_of(parts, parts * (num_rows if isinstance(num_rows, int) or heads == 1 else num_rows.repeat(heads)))
 
@@ -243,10 +243,13 @@ def merge_groups_of(num_parts: Ints, rows: Ints) -> tuple[npt.NDArray[np.int32],
     return groups, end_row.item(-1)
 
 
+def merge_groups_alike(num_groups: int, num_parts: int, num_rows: int) -> tuple[npt.NDArray[np.int32], int]:
+    """As merge_groups_of, for groups that all have as many parts of as many rows; read-only, since the records are kept."""
+    return _groups_alike(room_for(num_groups), num_parts, num_rows)[:num_groups], num_groups * num_parts * num_rows
+
+
 @lru_cache(maxsize=16)
-def _pairs(num_groups: int, num_rows: int) -> npt.NDArray[np.int32]:
-    """Records of merge groups of two parts of as many rows, to take the first ones of."""
-    rows = np.full(num_groups, 2 * num_rows)
-    groups, _ = merge_groups_of(scalar(2), rows)
+def _groups_alike(num_groups: int, num_parts: int, num_rows: int) -> npt.NDArray[np.int32]:
+    groups, _ = merge_groups_of(scalar(num_parts), np.full(num_groups, num_parts * num_rows))
     groups.flags.writeable = False
     return groups
