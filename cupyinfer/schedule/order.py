@@ -98,12 +98,7 @@ def busiest_time(iterations: npt.NDArray[np.int64], num_kv_heads: int, grid: int
     width, heads = 2 * grid // alike, num_kv_heads // alike
     count = len(iterations) * heads
     waves = np.zeros((-(-count // width), width))
-    units = waves.reshape(-1)[:count]
-    if heads == 1:
-        units[:] = iterations
-    else:
-        units.reshape(-1, heads)[:] = iterations[:, None]
-    units += _UNIT_COST
+    np.add(iterations[:, None], _UNIT_COST, out=waves.reshape(-1)[:count].reshape(-1, heads))
     of_both = np.add.reduce(waves)  # even waves, and odd ones, which turn round
     of_both = of_both + of_both[::-1]
     time: float = of_both.item(of_both.argmax())

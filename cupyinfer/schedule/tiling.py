@@ -123,15 +123,13 @@ def make_tiles(
     per_request = rows + scalar(cta_tile_q - 1)
     per_request //= tile_q
     # Per request, what tile 0 of the batch would have if it were the request's: every tile after it is as many rows further.
-    of_request = np.empty((4, batch), np.int64)
+    limited = span.causal or span.window_left >= 0
+    of_request = np.empty((3, batch), np.int64)
     row_begin = np.subtract(per_request, np.add.accumulate(per_request), out=of_request[0])
     row_begin *= tile_q
-    np.subtract(rows, row_begin, out=of_request[1])
-    if span.causal or span.window_left >= 0:  # the position of its first row, counted in rows
-        position = np.subtract(kv_len, num_tokens, out=of_request[2])
-        position *= group
-        position += row_begin
-    of_request[3] = kv_len
+    left = np.subtract(rows, row_begin, out=of_request[1])
+    if limited:  # the position of its first row, counted in rows
+        np.subtract(kv_len * group, left, out=of_request[2])
     # What all tiles of a request have in common.
     common = _tile_template(room_for(batch), 0, 0)[:batch].copy()
     common[:, 1] = geometry.q_begin
@@ -143,20 +141,23 @@ def make_tiles(
     if mask_begin is not None:
         common[:, 11] = mask_begin
     records = common.repeat(per_request, axis=0)
-    of_tile = of_request.repeat(per_request, axis=1)
     num_tiles = len(records)
-    of_tile[:3] += _rows_before(room_for(num_tiles), cta_tile_q)[:, :num_tiles]
-    row_begin, num_rows, position, keys = of_tile
+    of_tile = of_request.repeat(per_request, axis=1)
+    of_tile += _rows_before(room_for(num_tiles), cta_tile_q)[:, :num_tiles]
+    row_begin, num_rows, position = of_tile
     records[:, 2] = row_begin
     records[:, 3] = np.minimum(num_rows, tile_q, out=num_rows)
     if span.causal:
         # One past the position of the tile's last row; a query before all keys sees none.
-        seen = position + scalar(cta_tile_q + group_size - 1)
-        seen //= group
+        keys = position + num_rows
+        if cta_tile_q % group_size:
+            keys += scalar(group_size - 1)
+        keys //= group
         if geometry.longest_qo > geometry.shortest_kv:
-            np.maximum(seen, scalar(0), out=seen)
-        keys = np.minimum(keys, seen, out=seen)
+            np.maximum(keys, scalar(0), out=keys)
         records[:, 5] = keys
+    else:
+        keys = kv_len.repeat(per_request)
     if span.window_left >= 0:
         kv_begin = _first_key(position // group, keys, kv_tile, span.window_left)
         records[:, 4] = kv_begin
