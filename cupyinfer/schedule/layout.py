@@ -107,7 +107,7 @@ def measure(counts: RegionCounts) -> WorkspaceSize:
     """Bytes of both workspaces."""
     float_allocator, int_allocator = AlignedAllocator(), AlignedAllocator()
     lay_out(counts, float_allocator, int_allocator)
-    return WorkspaceSize(float_allocator.num_allocated_bytes, int_allocator.num_allocated_bytes)
+    return tuple_new(WorkspaceSize, (float_allocator.num_allocated_bytes, int_allocator.num_allocated_bytes))
 
 
 def memory_map(counts: RegionCounts) -> list[Region]:

@@ -39,8 +39,9 @@ def order_tiles(
         keys_in_l2: keys of a section, of all heads.
     """
     by_section = None
-    section, last = _sections(tiles, keys_in_l2)
-    if last:
+    section = _sections(tiles, keys_in_l2)
+    last = 0 if section is None else section.item(-1)
+    if section is not None and last:
         bits = longest.bit_length()
         key, largest = _section_keys(last, bits).take(section), ((last + 1) << bits) - 1
         key ^= iterations
@@ -64,19 +65,19 @@ def _stable_order(key: npt.NDArray[np.int64], largest: int) -> npt.NDArray[np.in
     return (key.astype(np.uint16) if largest < 1 << 16 else key).argsort(kind="stable")
 
 
-def _sections(tiles: Tiles, keys_in_l2: int) -> tuple[npt.NDArray[np.int64], int]:
-    """Section of each tile, counted from 0 without gaps, and that of the last one. Requests without tiles have no keys in it."""
-    keys_in_l2 = max(1, keys_in_l2)
-    section = np.add.accumulate(tiles.request_keys)
-    section -= tiles.request_keys
+def _sections(tiles: Tiles, keys_in_l2: int) -> npt.NDArray[np.int64] | None:
+    """Section of each tile, counted from 0 without gaps; None where there is but one. Requests without tiles have no keys in it."""
+    keys, longest, keys_in_l2 = tiles.request_keys, tiles.longest_request, max(1, keys_in_l2)
+    if (len(keys) - 1) * longest < keys_in_l2:  # the last request begins in the first section
+        return None
+    section = np.add.accumulate(keys)
+    section -= keys
     if section.item(-1) < keys_in_l2:
-        return section, 0
+        return None
     section //= scalar(keys_in_l2)
-    if tiles.longest_request > keys_in_l2:  # shorter ones leave no gaps
+    if longest > keys_in_l2:  # shorter requests leave no gaps
         np.add.accumulate(section[1:] != section[:-1], dtype=np.int64, out=section[1:])
-    if tiles.per_request is not None:
-        section = section.repeat(tiles.per_request)
-    return section, section.item(-1)
+    return section if tiles.per_request is None else section.repeat(tiles.per_request)
 
 
 @lru_cache(maxsize=64)
