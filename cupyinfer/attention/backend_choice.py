@@ -10,7 +10,14 @@ from cupyinfer.schedule.tiles import FA3_ARCH, FA3_LEAST_PAGE, FA3_TILES, fa3_ke
 
 
 def fa3_problem(options: AttentionOptions, arch: str, custom_mask: bool) -> str | None:
-    """Why the fa3 kernels cannot serve a plan, as the end of a sentence; None when they can."""
+    """Why the fa3 kernels cannot serve a plan, as the end of a sentence; None when they can. Found once for the same options."""
+    key = arch, custom_mask
+    if key not in options.fa3_problems:
+        options.fa3_problems[key] = _fa3_problem(options, arch, custom_mask)
+    return options.fa3_problems[key]
+
+
+def _fa3_problem(options: AttentionOptions, arch: str, custom_mask: bool) -> str | None:
     if arch != FA3_ARCH:
         return f"runs on {FA3_ARCH} only, this GPU is {arch}"
     if options.decode:
@@ -28,7 +35,7 @@ def fa3_problem(options: AttentionOptions, arch: str, custom_mask: bool) -> str 
     if widths not in FA3_TILES[size]:
         return f"has no tile for head_dim {widths[0]} (head_dim_vo {widths[1]})"
     shape = options.fa3_shape
-    if options.paged and (options.page_size == 1 or not shape.possible_tile_qs()):
+    if options.paged and (options.page_size == 1 or not shape.possible_tile_qs):
         tiles = " or ".join(map(str, fa3_key_choices(*widths, shape.transforms_logits, size)))
         return f"needs pages of a multiple of {FA3_LEAST_PAGE} keys that divide {tiles} or are a multiple of it, got {options.page_size}"
     return None

@@ -176,6 +176,11 @@ class AttentionOptions:
         return {}
 
     @cached_property
+    def fa3_problems(self) -> dict[tuple[str, bool], str | None]:
+        """What `fa3_problem` found about these options, by arch and whether there is a custom mask."""
+        return {}
+
+    @cached_property
     def checked_arrays(self) -> dict[tuple[str, str, int], Any]:
         """What the last run of these options brought, by layout of the cache and device; see `ArrayChecker`."""
         return {}

@@ -23,6 +23,7 @@ from cupyinfer.backends.host_launcher import HostLauncher
 from cupyinfer.backends.params import divisor
 from cupyinfer.errors import ArgumentError, BackendUnavailable, StateError
 from cupyinfer.interop import CPU_DEVICE, ArrayView, Device, as_view, current_stream_state, hand_back, release_after_work, use_device
+from cupyinfer.schedule.counting import tuple_new
 from cupyinfer.schedule.geometry import check_flag
 from cupyinfer.schedule.plan_info import PlanInfo
 from cupyinfer.schedule.planner import PlanDraft
@@ -322,13 +323,16 @@ def _plan_on_gpu(
     kernel = _planned_kernel(request.options, backend, info, values.mask_begin is not None, profile, device.index)
     floats, ints = workspaces.float_address, workspaces.int_address
     pages, copied = request.pages.on_device, request.pages.copied
-    addresses = PlanAddresses(
-        ints + info.tiles_offset,
-        ints + info.cta_work_offset,
-        ints + info.merge_groups_offset,
-        pages.ptr if pages is not None and not copied else ints + info.page_indices_offset if info.page_indices_offset >= 0 else 0,
-        floats + info.partial_o_offset,
-        floats + info.partial_lse_offset,
+    addresses = tuple_new(
+        PlanAddresses,
+        (
+            ints + info.tiles_offset,
+            ints + info.cta_work_offset,
+            ints + info.merge_groups_offset,
+            pages.ptr if pages is not None and not copied else ints + info.page_indices_offset if info.page_indices_offset >= 0 else 0,
+            floats + info.partial_o_offset,
+            floats + info.partial_lse_offset,
+        ),
     )
     per_head = {} if values is NO_VALUES else values.addresses(ints + info.values_offset)
     make = Fa3Launcher if isinstance(kernel, Fa3Kernel) else Fa2Launcher

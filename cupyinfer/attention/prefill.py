@@ -25,11 +25,12 @@ def _options(
     use_fp16_qk_reduction: bool = False,
     **options: Any,
 ) -> AttentionOptions:
-    check_flag(non_blocking, "non_blocking")
-    if check_flag(use_fp16_qk_reduction, "use_fp16_qk_reduction"):
+    if non_blocking is not True:
+        check_flag(non_blocking, "non_blocking")
+    if use_fp16_qk_reduction is not False and check_flag(use_fp16_qk_reduction, "use_fp16_qk_reduction"):
         raise UnsupportedError("use_fp16_qk_reduction: logits are always summed in float32 here")
     checked = make_options(decode=False, causal=causal, **options)
-    if causal and any(mask is not None for mask in masks):
+    if causal and not (masks[0] is None and masks[1] is None):
         # As in FlashInfer, a custom mask takes the place of the causal one.
         return make_options(decode=False, causal=False, **options)
     return checked

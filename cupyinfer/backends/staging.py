@@ -65,12 +65,12 @@ class StagingPool:
         free = self._free
         for _ in range(len(free)):
             try:
-                block = free.popleft()
+                block = free.pop()  # the last one used, which the processor's caches may still hold
             except IndexError:  # another thread was faster
                 break
             if block.num_bytes >= num_bytes and block.event.done:
                 return block
-            free.append(block)
+            free.appendleft(block)
         return _Block(max(_MIN_BYTES, 1 << (num_bytes - 1).bit_length()))
 
 

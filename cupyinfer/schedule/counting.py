@@ -53,6 +53,12 @@ def ends(values: npt.NDArray[Any]) -> tuple[int, int]:
     return values.item(values.argmin()), values.item(values.argmax())
 
 
+def least(values: npt.NDArray[Any]) -> int:
+    """Least of at least one integer."""
+    smallest: int = values.item(values.argmin())
+    return smallest
+
+
 def most(values: npt.NDArray[Any]) -> int:
     """Largest of at least one integer."""
     largest: int = values.item(values.argmax())

@@ -36,6 +36,7 @@ class BatchGeometry(NamedTuple):
         num_kv_entries: page-table entries, or rows of ``k`` and ``v``, of all requests.
         shortest_kv: keys of the shortest request, 0 without requests.
         longest_kv: keys of the longest request, 0 without requests.
+        shortest_qo, longest_qo: least and most query tokens of a request, in prefill 0 without requests.
         uniform_qo_len: query tokens of every request when all have the same number by construction (decode: 1), else None.
     """
 
@@ -47,6 +48,8 @@ class BatchGeometry(NamedTuple):
     num_kv_entries: int
     shortest_kv: int
     longest_kv: int
+    shortest_qo: int
+    longest_qo: int
     uniform_qo_len: int | None = None
 
     @property
@@ -55,19 +58,12 @@ class BatchGeometry(NamedTuple):
         return len(self.kv_len)
 
 
-class KvLengths(NamedTuple):
-    """Keys per request, with the ends of their range, which checking finds and planning needs again."""
+class Lengths(NamedTuple):
+    """Keys or query tokens per request, with the ends of their range, which checking finds and planning needs again."""
 
     each: Ints
     shortest: int
     longest: int
-
-    @classmethod
-    def of(cls, each: Ints) -> KvLengths:
-        """Find the ends."""
-        if not each.size:
-            return cls(each, 0, 0)
-        return cls(each, *ends(each))
 
 
 @lru_cache(maxsize=8)
@@ -166,12 +162,13 @@ def _check_narrow(array: npt.NDArray[Any], argument: str) -> None:
         raise ArgumentError(f"{argument}: holds {low if low < -_NARROW else high}, the largest supported offset is {_INT32_MAX}")
 
 
-def _lengths(indptr: Ints, argument: str) -> Ints:
-    lengths = _differences(indptr, argument)
-    if lengths.size and lengths.item(lengths.argmin()) < 0:
+def _lengths(indptr: Ints, argument: str) -> Lengths:
+    each = _differences(indptr, argument)
+    shortest, longest = ends(each) if each.size else (0, 0)
+    if shortest < 0:
         _check_order(indptr, argument)
     _check_end(indptr, argument)
-    return lengths
+    return tuple_new(Lengths, (each, shortest, longest))
 
 
 def _differences(indptr: Ints, argument: str) -> Ints:
@@ -194,7 +191,7 @@ def _check_end(indptr: Ints, argument: str) -> None:
         raise ArgumentError(f"{argument}: ends at {indptr[-1]}, the largest supported offset is {_INT32_MAX}")
 
 
-def paged_kv_lengths(indptr: Ints, last_page_len: Ints, page_size: int, names: tuple[str, str]) -> KvLengths:
+def paged_kv_lengths(indptr: Ints, last_page_len: Ints, page_size: int, names: tuple[str, str]) -> Lengths:
     """Keys per request of a paged cache: ``(pages - 1) * page_size + last_page_len``, and 0 for a request without pages.
 
     Args:
@@ -217,7 +214,7 @@ def paged_kv_lengths(indptr: Ints, last_page_len: Ints, page_size: int, names: t
     kv_len *= size
     kv_len -= missing
     if not kv_len.size:
-        return KvLengths(kv_len, 0, 0)
+        return Lengths(kv_len, 0, 0)
     shortest, longest = kv_len.item(kv_len.argmin()), kv_len.item(kv_len.argmax())
     # Where 0 to page_size - 1 keys are missing, only a request without pages, or with fewer than none, has no key: the usual batch is
     # checked by the ends of both ranges. Seen as unsigned, less than 0 is more than any page holds.
@@ -227,7 +224,7 @@ def paged_kv_lengths(indptr: Ints, last_page_len: Ints, page_size: int, names: t
         _check_last_page_len(last_page_len, indptr[1:] - indptr[:-1], page_size, names[1])
         np.maximum(kv_len, scalar(0), out=kv_len)
         shortest, longest = max(0, shortest), max(0, longest)
-    lengths = tuple_new(KvLengths, (kv_len, shortest, longest))
+    lengths = tuple_new(Lengths, (kv_len, shortest, longest))
     if longest > MAX_KV_LEN or indptr.item(-1) > _INT32_MAX:
         _check_end(indptr, names[0])
         _check_kv_len(lengths, names[0])
@@ -242,7 +239,7 @@ def _check_last_page_len(last_page_len: Ints, num_pages: Ints, page_size: int, a
         raise ArgumentError(f"{argument}: request {at} has {last_page_len[at]}, expected {lowest[at]} to page_size = {page_size}")
 
 
-def _check_kv_len(lengths: KvLengths, argument: str) -> None:
+def _check_kv_len(lengths: Lengths, argument: str) -> None:
     if lengths.longest > MAX_KV_LEN:
         at = lengths.each.argmax()
         raise ArgumentError(f"{argument}: request {at} has {lengths.longest} keys, supported are up to {MAX_KV_LEN}")
@@ -253,30 +250,32 @@ def decode_geometry(indptr: Ints, last_page_len: Ints, page_size: int) -> BatchG
     kv_len, shortest, longest = paged_kv_lengths(indptr, last_page_len, page_size, ("indptr", "last_page_len"))
     batch = len(kv_len)
     qo_len, q_begin = _one_query_each(batch)
-    return tuple_new(BatchGeometry, (qo_len, kv_len, q_begin, indptr[:-1], batch, indptr.item(-1), shortest, longest, 1))
+    return tuple_new(BatchGeometry, (qo_len, kv_len, q_begin, indptr[:-1], batch, indptr.item(-1), shortest, longest, 1, 1, 1))
 
 
 def paged_prefill_geometry(qo_indptr: Ints, paged_kv_indptr: Ints, last_page_len: Ints, page_size: int) -> BatchGeometry:
     """Any number of query tokens per request over a paged cache. `qo_indptr` is [batch_size + 1]; the rest as for `paged_kv_lengths`."""
-    qo_len = _lengths(qo_indptr, "qo_indptr")
+    queries = _lengths(qo_indptr, "qo_indptr")
     if len(paged_kv_indptr) != len(qo_indptr):
         raise ArgumentError(
             f"paged_kv_indptr: has {len(paged_kv_indptr)} entries, qo_indptr has {len(qo_indptr)}; both need batch_size + 1"
         )
     lengths = paged_kv_lengths(paged_kv_indptr, last_page_len, page_size, ("paged_kv_indptr", "paged_kv_last_page_len"))
-    return _prefill_geometry(qo_indptr, qo_len, paged_kv_indptr, lengths)
+    return _prefill_geometry(qo_indptr, queries, paged_kv_indptr, lengths)
 
 
 def ragged_prefill_geometry(qo_indptr: Ints, kv_indptr: Ints) -> BatchGeometry:
     """Any number of query tokens per request over ragged keys. Both offset arrays are [batch_size + 1]."""
-    qo_len = _lengths(qo_indptr, "qo_indptr")
-    lengths = KvLengths.of(_lengths(kv_indptr, "kv_indptr"))
-    if len(qo_len) != len(lengths.each):
+    queries = _lengths(qo_indptr, "qo_indptr")
+    lengths = _lengths(kv_indptr, "kv_indptr")
+    if len(qo_indptr) != len(kv_indptr):
         raise ArgumentError(f"kv_indptr: has {len(kv_indptr)} entries, qo_indptr has {len(qo_indptr)}; both need batch_size + 1")
     _check_kv_len(lengths, "kv_indptr")
-    return _prefill_geometry(qo_indptr, qo_len, kv_indptr, lengths)
+    return _prefill_geometry(qo_indptr, queries, kv_indptr, lengths)
 
 
-def _prefill_geometry(qo_indptr: Ints, qo_len: Ints, kv_indptr: Ints, lengths: KvLengths) -> BatchGeometry:
-    kv_len, shortest, longest = lengths
-    return BatchGeometry(qo_len, kv_len, qo_indptr[:-1], kv_indptr[:-1], qo_indptr.item(-1), kv_indptr.item(-1), shortest, longest)
+def _prefill_geometry(qo_indptr: Ints, queries: Lengths, kv_indptr: Ints, keys: Lengths) -> BatchGeometry:
+    qo_len, shortest_qo, longest_qo = queries
+    kv_len, shortest_kv, longest_kv = keys
+    counts = qo_indptr.item(-1), kv_indptr.item(-1), shortest_kv, longest_kv, shortest_qo, longest_qo, None
+    return tuple_new(BatchGeometry, (qo_len, kv_len, qo_indptr[:-1], kv_indptr[:-1], *counts))

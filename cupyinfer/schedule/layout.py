@@ -51,6 +51,27 @@ class Offsets(NamedTuple):
 _INT_REGIONS, _FLOAT_REGIONS = Offsets._fields[:5], Offsets._fields[5:]
 
 
+def _layout(counts: RegionCounts) -> tuple[Offsets, tuple[int | None, ...], int, int]:
+    """The one description of both workspaces: where regions begin, their bytes (None for an absent one), and where int and float end."""
+    num_tiles, num_ctas, num_merge_groups, num_partial_rows, head_dim_vo, num_page_indices, value_bytes = counts
+    # Records are multiples of the alignment, and so are rows of partial results.
+    tiles, cta_work, merge_groups = _TILE_BYTES * num_tiles, _CTA_BYTES * num_ctas, _GROUP_BYTES * num_merge_groups
+    cta_work_at = tiles
+    merge_groups_at = cta_work_at + cta_work
+    int_bytes = merge_groups_at + merge_groups
+    page_indices, page_indices_at, values_at = None, -1, -1
+    if num_page_indices is not None:
+        page_indices, page_indices_at = 4 * num_page_indices, int_bytes
+        int_bytes += page_indices
+    if value_bytes is not None:
+        values_at = -(-int_bytes // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
+        int_bytes = values_at + value_bytes
+    partial_o, partial_lse = 4 * head_dim_vo * num_partial_rows, 4 * num_partial_rows
+    offsets = tuple_new(Offsets, (0, cta_work_at, merge_groups_at, page_indices_at, values_at, 0, partial_o))
+    sizes = tiles, cta_work, merge_groups, page_indices, value_bytes, partial_o, partial_lse
+    return offsets, sizes, int_bytes, partial_o + partial_lse
+
+
 class Region(NamedTuple):
     """One region for a memory map."""
 
@@ -67,59 +88,33 @@ def lay_out(counts: RegionCounts, float_allocator: AlignedAllocator, int_allocat
         WorkspaceError: a placing allocator's buffer is too small; the error names the region.
         StateError: an allocator holds regions already.
     """
-    num_tiles, num_ctas, num_merge_groups, num_partial_rows, head_dim_vo, num_page_indices, value_bytes = counts
-    # Records are multiples of the alignment, and so are rows of partial results.
-    cta_work = _TILE_BYTES * num_tiles
-    merge_groups = cta_work + _CTA_BYTES * num_ctas
-    int_end = merge_groups + _GROUP_BYTES * num_merge_groups
-    page_indices = values = -1
-    if num_page_indices is not None:
-        page_indices = int_end
-        int_end += 4 * num_page_indices
-    if value_bytes is not None:
-        values = -(-int_end // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
-        int_end = values + value_bytes
-    partial_lse = 4 * head_dim_vo * num_partial_rows
-    if int_allocator.reserve(int_end) != 0:
-        _name_what_does_not_fit(counts, _INT_REGIONS, int_allocator)
-    if float_allocator.reserve(partial_lse + 4 * num_partial_rows) != 0:
-        _name_what_does_not_fit(counts, _FLOAT_REGIONS, float_allocator)
-    return tuple_new(Offsets, (0, cta_work, merge_groups, page_indices, values, 0, partial_lse))
+    offsets, sizes, int_bytes, float_bytes = _layout(counts)
+    if int_allocator.reserve(int_bytes) != 0:
+        _name_what_does_not_fit(sizes, _INT_REGIONS, int_allocator)
+    if float_allocator.reserve(float_bytes) != 0:
+        _name_what_does_not_fit(sizes, _FLOAT_REGIONS, float_allocator)
+    return offsets
 
 
-def _name_what_does_not_fit(counts: RegionCounts, regions: tuple[str, ...], allocator: AlignedAllocator) -> NoReturn:
-    for name, num_bytes in zip(Offsets._fields, _region_bytes(counts), strict=True):
+def _name_what_does_not_fit(sizes: tuple[int | None, ...], regions: tuple[str, ...], allocator: AlignedAllocator) -> NoReturn:
+    for name, num_bytes in zip(Offsets._fields, sizes, strict=True):
         if num_bytes is not None and name in regions:
             allocator.aligned_alloc_offset(num_bytes, WORKSPACE_ALIGNMENT, name)
     raise StateError(f"{allocator.name}: holds regions already, a plan begins where the workspace does")
-
-
-def _region_bytes(counts: RegionCounts) -> tuple[int | None, ...]:
-    """Bytes of every region, in layout order, which is that of Offsets; None for an absent one."""
-    num_tiles, num_ctas, num_merge_groups, num_partial_rows, head_dim_vo, num_page_indices, value_bytes = counts
-    return (
-        _TILE_BYTES * num_tiles,
-        _CTA_BYTES * num_ctas,
-        _GROUP_BYTES * num_merge_groups,
-        None if num_page_indices is None else 4 * num_page_indices,
-        value_bytes,
-        4 * head_dim_vo * num_partial_rows,
-        4 * num_partial_rows,
-    )
 
 
 def measure(counts: RegionCounts) -> WorkspaceSize:
     """Bytes of both workspaces."""
     float_allocator, int_allocator = AlignedAllocator(), AlignedAllocator()
     lay_out(counts, float_allocator, int_allocator)
-    return WorkspaceSize(float_allocator.num_allocated_bytes, int_allocator.num_allocated_bytes)
+    return tuple_new(WorkspaceSize, (float_allocator.num_allocated_bytes, int_allocator.num_allocated_bytes))
 
 
 def memory_map(counts: RegionCounts) -> list[Region]:
     """Every region with its workspace, offset and bytes, in layout order."""
-    offsets = lay_out(counts, AlignedAllocator(), AlignedAllocator())._asdict()
+    offsets, sizes, _, _ = _layout(counts)
     return [
-        Region("float" if name in _FLOAT_REGIONS else "int", name, offsets[name], num_bytes)
-        for name, num_bytes in zip(Offsets._fields, _region_bytes(counts), strict=True)
+        Region("float" if name in _FLOAT_REGIONS else "int", name, offset, num_bytes)
+        for name, offset, num_bytes in zip(Offsets._fields, offsets, sizes, strict=True)
         if num_bytes is not None
     ]

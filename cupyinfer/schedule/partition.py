@@ -86,14 +86,14 @@ class _Cuts(NamedTuple):
         """As merge_groups_of, every group as often as there are heads that are cut alike, all heads of one after the other."""
         num_groups, num_parts, num_rows = self.num_groups * heads, self.num_parts, self.num_rows
         if num_parts is None and isinstance(num_rows, int):
-            return _pairs(room_for(num_groups), num_rows)[:num_groups], 2 * num_groups * num_rows
+            return merge_groups_alike(num_groups, 2, num_rows)
         parts = scalar(2) if num_parts is None else num_parts if heads == 1 else num_parts.repeat(heads)
         return merge_groups_of(parts, parts * (num_rows if isinstance(num_rows, int) or heads == 1 else num_rows.repeat(heads)))
 
 
 def cut_line(
     iterations: Ints,
-    tile_begin: Ints,
+    tile_begin: Ints | None,
     longest: int,
     num_rows: npt.NDArray[np.int32] | int,
     num_kv_heads: int,
@@ -109,7 +109,7 @@ def cut_line(
 
     Args:
         iterations: [num_tiles] iterations of each tile's units.
-        tile_begin: [num_tiles + 1] iterations of all units before each tile, and of all units at the end.
+        tile_begin: [num_tiles + 1] iterations of all units before each tile, and of all units at the end; None where all are as long.
         longest: most iterations of a unit.
         num_rows: [num_tiles] valid query rows of each tile, or those of every tile.
         num_kv_heads: units per tile.
@@ -117,8 +117,10 @@ def cut_line(
         num_whole_units: leading units that are not part of the line.
         shares: CTAs that get a range; no more than the line has iterations.
     """
-    whole_tile, whole_head = divmod(num_whole_units, num_kv_heads)
-    line_begin = int(tile_begin[whole_tile]) + whole_head * int(iterations[whole_tile]) if num_whole_units else 0
+    line_begin = num_whole_units * longest
+    if num_whole_units and tile_begin is not None:
+        whole_tile, whole_head = divmod(num_whole_units, num_kv_heads)
+        line_begin = tile_begin.item(whole_tile) + whole_head * iterations.item(whole_tile)
     cuts = _cut(iterations, tile_begin, longest, num_rows, num_kv_heads, line_begin, shares)
     cta_work = _with_whole_units(num_ctas, num_whole_units, 0)
     cta_work[:shares, 1:-1] = cuts.fields[:, :-1].T
@@ -127,7 +129,7 @@ def cut_line(
 
 def cut_line_of_each_head(
     iterations: Ints,
-    tile_begin: Ints,
+    tile_begin: Ints | None,
     longest: int,
     num_rows: npt.NDArray[np.int32] | int,
     num_kv_heads: int,
@@ -140,7 +142,7 @@ def cut_line_of_each_head(
     ``2 * (shares - 1)`` parts per head. Arguments as for `cut_line`, but for:
 
     Args:
-        tile_begin: [num_tiles + 1] iterations of one head before each tile, and of all tiles at the end.
+        tile_begin: [num_tiles + 1] iterations of one head before each tile, and of all tiles at the end; None as above.
         shares: CTAs per head.
     """
     cuts = _cut(iterations, tile_begin, longest, num_rows, 1, 0, shares)
@@ -175,24 +177,34 @@ def _by_head(shares: int, num_kv_heads: int) -> tuple[Ints, npt.NDArray[np.int32
 
 
 def _cut(
-    iterations: Ints, tile_begin: Ints, longest: int, num_rows: npt.NDArray[np.int32] | int, num_kv_heads: int, line_begin: int, shares: int
+    iterations: Ints,
+    tile_begin: Ints | None,
+    longest: int,
+    num_rows: npt.NDArray[np.int32] | int,
+    num_kv_heads: int,
+    line_begin: int,
+    shares: int,
 ) -> _Cuts:
     """The cuts of a line that begins so many iterations after the first unit; arguments as for cut_line."""
-    line_length = tile_begin.item(-1) - line_begin
-    cuts = counting(shares + 1) * (np.array(line_length) if line_begin else tile_begin[-1:])
+    line_end = len(iterations) * num_kv_heads * longest if tile_begin is None else tile_begin.item(-1)
+    line_length = line_end - line_begin
+    cuts = counting(shares + 1) * np.array(line_length)
     cuts //= scalar(shares)
     if line_begin:
         cuts += np.array(line_begin)
     # What becomes of every cut, a row per field and in order those of CTA_FIELDS from `unit` on. The last cut is the end of the line.
     fields = np.empty((CTA_INTS - 2, shares + 1), np.int64)
     unit, inside, group, part = fields[0], fields[1], fields[3], fields[4]
-    tile = tile_begin[1:].searchsorted(cuts, side="right")
-    if num_kv_heads == 1:
-        unit[:] = tile
-        np.subtract(cuts, tile_begin.take(tile), out=inside)
+    if tile_begin is None:
+        np.divmod(cuts, np.array(longest), unit, inside)
     else:
-        np.divmod(cuts - tile_begin.take(tile), iterations.take(tile, mode="clip"), unit, inside)
-        unit += tile * scalar(num_kv_heads)
+        tile = tile_begin[1:].searchsorted(cuts, side="right")
+        np.subtract(cuts, tile_begin.take(tile), inside)
+        if num_kv_heads == 1:
+            unit[:] = tile
+        else:
+            np.divmod(inside, iterations.take(tile, mode="clip"), unit, inside)
+            unit += tile * scalar(num_kv_heads)
     np.subtract(cuts[1:], cuts[:-1], fields[2, :-1])
 
     # Part n of a unit begins at the n-th cut inside it: that many parts of its unit lie before a cut.
@@ -206,7 +218,7 @@ def _cut(
         np.add.accumulate(divides, out=group)
     num_groups = group.item(-1)
     num_parts = np.bincount(group.compress(divides))[1:] + _ONE if several else None
-    rows = num_rows if isinstance(num_rows, int) else num_rows.take(tile.compress(part == _ONE))
+    rows = num_rows if isinstance(num_rows, int) else num_rows.take(unit.compress(part == _ONE) // scalar(num_kv_heads))
 
     # A segment has the group of a cut that it begins or ends at inside its unit. A share's first segment may do either, its last one,
     # when that is another, only the latter, and is then part 0.
@@ -231,10 +243,13 @@ def merge_groups_of(num_parts: Ints, rows: Ints) -> tuple[npt.NDArray[np.int32],
     return groups, end_row.item(-1)
 
 
+def merge_groups_alike(num_groups: int, num_parts: int, num_rows: int) -> tuple[npt.NDArray[np.int32], int]:
+    """As merge_groups_of, for groups that all have as many parts of as many rows; read-only, since the records are kept."""
+    return _groups_alike(room_for(num_groups), num_parts, num_rows)[:num_groups], num_groups * num_parts * num_rows
+
+
 @lru_cache(maxsize=16)
-def _pairs(num_groups: int, num_rows: int) -> npt.NDArray[np.int32]:
-    """Records of merge groups of two parts of as many rows, to take the first ones of."""
-    rows = np.full(num_groups, 2 * num_rows)
-    groups, _ = merge_groups_of(scalar(2), rows)
+def _groups_alike(num_groups: int, num_parts: int, num_rows: int) -> npt.NDArray[np.int32]:
+    groups, _ = merge_groups_of(scalar(num_parts), np.full(num_groups, num_parts * num_rows))
     groups.flags.writeable = False
     return groups

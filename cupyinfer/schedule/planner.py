@@ -13,7 +13,7 @@ import numpy.typing as npt
 from cupyinfer.errors import ArgumentError, WorkspaceError
 from cupyinfer.schedule.capacity import BatchLimits, capacity_counts
 from cupyinfer.schedule.counting import tuple_new
-from cupyinfer.schedule.geometry import MAX_KV_LEN, MAX_PACKED_ROWS, MAX_UNITS, BatchGeometry, check_flag, check_heads, store_ints
+from cupyinfer.schedule.geometry import MAX_PACKED_ROWS, MAX_UNITS, BatchGeometry, check_flag, check_heads, store_ints
 from cupyinfer.schedule.layout import RegionCounts, lay_out, measure
 from cupyinfer.schedule.plan_info import DecodePlanInfo, PlanInfo, PrefillPlanInfo
 from cupyinfer.schedule.profile import DeviceProfile
@@ -35,6 +35,22 @@ from cupyinfer.schedule.tiling import KeySpan, Tiles, choose_tile_q, count_tiles
 from cupyinfer.workspace import AlignedAllocator, WorkspaceSize
 
 _INT32 = np.dtype(np.int32)
+
+
+class PlannedKernel(NamedTuple):
+    """What a schedule takes of a kernel and the GPU, whatever the batch.
+
+    Attributes:
+        config: its tile shape.
+        policy: what may be divided between CTAs.
+        kv_tiles: keys per tile among which a batch chooses.
+        keys_in_l2: keys, of all heads, that stay in L2.
+    """
+
+    config: TileConfig
+    policy: SplitPolicy
+    kv_tiles: tuple[int, ...]
+    keys_in_l2: int
 
 
 @dataclass(frozen=True)
@@ -97,16 +113,17 @@ class PlanShape:
         return fa3_kv_tiles(cta_tile_q, self.head_dim_qk, self.head_dim_vo, self.page_size, self.transforms_logits, self.kv_itemsize)
 
     @cached_property
-    def _kernels(self) -> dict[tuple[int, int | None, int, int], tuple[TileConfig, SplitPolicy]]:
+    def _kernels(self) -> dict[tuple[int, int | None, str, int, int], PlannedKernel]:
         return {}
 
-    def kernel(self, cta_tile_q: int, profile: DeviceProfile, kv_tile: int | None = None) -> tuple[TileConfig, SplitPolicy]:
-        """What `config` returns, and what such a kernel may divide; kept between plans."""
-        key = cta_tile_q, kv_tile, profile.smem_per_sm, profile.smem_per_cta
+    def kernel(self, cta_tile_q: int, profile: DeviceProfile, kv_tile: int | None = None) -> PlannedKernel:
+        """The kernel with that many rows per tile on a GPU; for fa3 also with that many keys, by default the first choice. Kept."""
+        key = cta_tile_q, kv_tile, profile.arch, profile.smem_per_sm, profile.smem_per_cta
         kept = self._kernels.get(key)
         if kept is None:
             config = self.config(cta_tile_q, profile, kv_tile)
-            kept = self._kernels[key] = config, self.policy(config.kv_tile)
+            kv_tiles = self.kv_tiles(cta_tile_q) if self.backend == "fa3" and not self.invariant else (config.kv_tile,)
+            kept = self._kernels[key] = PlannedKernel(config, self.policy(config.kv_tile), kv_tiles, self.keys_in_l2(profile))
         return kept
 
     def config(self, cta_tile_q: int, profile: DeviceProfile, kv_tile: int | None = None) -> TileConfig:
@@ -150,14 +167,14 @@ class PlanShape:
         if limits is not None:
             return self.tile_q_of_limits(limits)
         if self.backend == "fa3":
-            return fa3_tile_q(self.possible_tile_qs(), lambda tile_q: count_tiles(geometry, self.group_size, tile_q))
+            return fa3_tile_q(self.possible_tile_qs, lambda tile_q: count_tiles(geometry, self.group_size, tile_q))
         return choose_tile_q(geometry, self.group_size, self.head_dim_vo, self.invariant)
 
     def tile_q_of_limits(self, limits: BatchLimits) -> int:
         """Rows per tile that a CUDA-graph plan uses for every batch within `limits`."""
         if self.backend == "fa3":
             tokens, batch = limits.max_num_qo_tokens, limits.max_batch_size
-            return fa3_tile_q(self.possible_tile_qs(), lambda tile_q: most_tiles(tokens, self.group_size, batch, tile_q))
+            return fa3_tile_q(self.possible_tile_qs, lambda tile_q: most_tiles(tokens, self.group_size, batch, tile_q))
         if self.decode:
             return self._decode_tile_q
         if self.invariant:
@@ -165,6 +182,7 @@ class PlanShape:
         rows = limits.max_num_qo_tokens * self.group_size
         return tile_q_for_rows(rows, rows, limits.max_batch_size, self.head_dim_vo)
 
+    @cached_property
     def possible_tile_qs(self) -> tuple[int, ...]:
         """Rows per tile that some batch may get outside of CUDA graphs."""
         if self.backend == "fa3":
@@ -272,18 +290,17 @@ def draft_plan(
     if graph_limits is not None:
         _check_limits(geometry, graph_limits)
     tile_q = shape.tile_q(geometry, graph_limits)
-    config, policy = shape.kernel(tile_q, profile)
+    config, policy, kv_tiles, keys_in_l2 = shape.kernel(tile_q, profile)
     tiles = make_tiles(geometry, shape.group_size, tile_q, config.kv_tile, shape.span, mask_begin)
     cuda_graph = graph_limits is not None
-    if shape.backend == "fa3" and not cuda_graph and not shape.invariant:
-        kv_tile = fa3_kv_tile(shape.kv_tiles(tile_q), tiles.keys, shape.kv_itemsize)
+    if len(kv_tiles) > 1 and not cuda_graph:
+        kv_tile = fa3_kv_tile(kv_tiles, tiles.keys, shape.kv_itemsize)
         if kv_tile != config.kv_tile:
-            config, policy = shape.kernel(tile_q, profile, kv_tile)
+            config, policy, _, _ = shape.kernel(tile_q, profile, kv_tile)
             if shape.span.window_left >= 0:  # otherwise every tile begins with key 0, whatever an iteration is
                 tiles = make_tiles(geometry, shape.group_size, tile_q, kv_tile, shape.span, mask_begin)
     if policy.fixed_kv is not None or len(tiles.records) * shape.num_kv_heads > MAX_UNITS:
         _check_units(tiles, shape.num_kv_heads, policy.fixed_kv)
-    keys_in_l2 = MAX_KV_LEN if tile_q == 16 else shape.keys_in_l2(profile)
     schedule = make_schedule(tiles, config, profile.num_sms, shape.num_kv_heads, policy, cuda_graph, keys_in_l2)
     if graph_limits is not None:
         counts = shape.capacity(config, profile, graph_limits, num_page_indices, value_bytes)
@@ -344,9 +361,9 @@ def bound(
     shapes = [replace(shape, transforms_logits=transforms) for transforms in (False, True)]
     if profile.arch == FA3_ARCH and not shape.decode and (shape.head_dim_qk, shape.head_dim_vo) in FA3_TILES[shape.kv_itemsize]:
         fa3_shapes = [replace(one, backend="fa3") for one in shapes]
-        shapes += [one for one in fa3_shapes if one.possible_tile_qs()]
+        shapes += [one for one in fa3_shapes if one.possible_tile_qs]
     for one in shapes:
-        for tile_q in one.possible_tile_qs():
+        for tile_q in one.possible_tile_qs:
             size = measure(one.capacity(one.config(tile_q, profile), profile, limits, num_page_indices, value_bytes))
             float_bytes, int_bytes = max(float_bytes, size.float_bytes), max(int_bytes, size.int_bytes)
     return WorkspaceSize(float_bytes, int_bytes)

@@ -10,12 +10,13 @@ import numpy as np
 import numpy.typing as npt
 
 from cupyinfer.errors import ArgumentError, ArgumentTypeError
-from cupyinfer.schedule.counting import counting, scalar, tuple_new
+from cupyinfer.schedule.counting import scalar, tuple_new
 from cupyinfer.schedule.geometry import MAX_KV_LEN
-from cupyinfer.schedule.order import busiest_time, least_time, line_time, order_tiles
-from cupyinfer.schedule.partition import Partition, cut_line, cut_line_of_each_head, merge_groups_of, no_groups, whole_units_only
+from cupyinfer.schedule.order import busiest_time, least_line_time, least_time, line_time, order_tiles
+from cupyinfer.schedule.partition import Partition, cut_line, cut_line_of_each_head, no_groups, whole_units_only
+from cupyinfer.schedule.pieces import split_tiles
 from cupyinfer.schedule.tiles import TileConfig
-from cupyinfer.schedule.tiling import TILE_INTS, Tiles, key_iterations
+from cupyinfer.schedule.tiling import Tiles, key_iterations
 
 #: An even cut must beat whole units by this factor before anything is shared: merging is not free.
 _SHARING_GAIN = 1.02
@@ -143,9 +144,10 @@ def make_schedule(
     if equal and policy.allowed and config.cta_tile_q == 16 and len(records):
         piece_kv = _equal_piece_kv(tiles, longest, config, num_sms, num_kv_heads)
     if piece_kv is not None:
-        records, merge_groups, num_partial_rows = _split_tiles(tiles, config.kv_tile, num_kv_heads, piece_kv)
+        records, merge_groups, num_partial_rows = split_tiles(tiles, config.kv_tile, num_kv_heads, piece_kv)
     elif len(records) and (policy.allowed or not equal):
-        line = _Line(tiles.records, key_iterations(tiles.keys, config.kv_tile, tiles.shortest), shortest, longest, tiles.uniform_rows)
+        iterations = key_iterations(tiles.keys, config.kv_tile, tiles.shortest)
+        line = tuple_new(_Line, (tiles.records, iterations, shortest, longest, tiles.uniform_rows))
         if config.cta_tile_q == 16:
             records, partition = _automatic(line, config, num_sms, num_kv_heads, policy.allowed, full_grid)
         else:
@@ -179,17 +181,14 @@ class _Line(NamedTuple):
     longest: int
     uniform_rows: int | None
 
-    def ordered(self, order: npt.NDArray[np.int64]) -> _Line:
-        """The same tiles in another order."""
-        records, iterations, shortest, longest, uniform_rows = self
-        return _Line(records.take(order, axis=0), iterations.take(order), shortest, longest, uniform_rows)
-
     @property
     def num_rows(self) -> npt.NDArray[np.int32] | int:
         """Valid rows of each tile, or those of every tile."""
         return self.records[:, 3] if self.uniform_rows is None else self.uniform_rows
 
-    def cut(self, tile_begin: npt.NDArray[np.int64], num_kv_heads: int, num_ctas: int, num_whole_units: int, shares: int) -> Partition:
+    def cut(
+        self, tile_begin: npt.NDArray[np.int64] | None, num_kv_heads: int, num_ctas: int, num_whole_units: int, shares: int
+    ) -> Partition:
         """As cut_line."""
         return cut_line(self.iterations, tile_begin, self.longest, self.num_rows, num_kv_heads, num_ctas, num_whole_units, shares)
 
@@ -213,7 +212,9 @@ def _automatic(
     """16-row tiles in the order to work on them, and how CTAs share them; None when every unit is best left to one CTA."""
     if not may_split:
         # Longest first: the short ones at the end even out what the long ones left.
-        return (line if line.shortest == line.longest else line.ordered((-line.iterations).argsort(kind="stable"))).records, None
+        if line.shortest == line.longest:
+            return line.records, None
+        return line.records.take((-line.iterations).argsort(kind="stable"), axis=0), None
     most = shares_of_a_head(config, num_sms, num_kv_heads)
     if most:
         return line.records, _shared_by_head(line, num_sms * config.ctas_per_sm, num_kv_heads, most, full_grid)
@@ -222,12 +223,13 @@ def _automatic(
 
 def _shared_by_head(line: _Line, grid: int, num_kv_heads: int, most: int, full_grid: bool) -> Partition | None:
     """As _shared, with a line for every head that at most so many CTAs share."""
-    tile_begin = _tile_begin(line.iterations, 1)
-    total = tile_begin.item(-1)
+    equal = line.shortest == line.longest
+    tile_begin = None if equal else _tile_begin(line.iterations, 1)
+    total = len(line.iterations) * line.longest if tile_begin is None else tile_begin.item(-1)
     shares = min(most, total // _MIN_SHARE)
     if shares < min(2, most):
         return None
-    if line.shortest == line.longest:
+    if equal:
         whole_time = -(-len(line.records) * num_kv_heads // grid) * line.longest
         if whole_time * shares <= _SHARING_GAIN * total:
             return None
@@ -237,8 +239,9 @@ def _shared_by_head(line: _Line, grid: int, num_kv_heads: int, most: int, full_g
 
 def _shared(line: _Line, config: TileConfig, num_sms: int, num_kv_heads: int, full_grid: bool) -> Partition | None:
     """How CTAs share the tiles in the order they have; None when that does not pay."""
-    tile_begin = _tile_begin(line.iterations, num_kv_heads)
-    num_whole_units, shares = _sharing(line, config, num_sms, num_kv_heads, int(tile_begin[-1]))
+    tile_begin = None if line.shortest == line.longest else _tile_begin(line.iterations, num_kv_heads)
+    total = len(line.iterations) * num_kv_heads * line.longest if tile_begin is None else tile_begin.item(-1)
+    num_whole_units, shares = _sharing(line, config, num_sms, num_kv_heads, total)
     if not shares:
         return None
     grid = num_sms * config.ctas_per_sm
@@ -262,15 +265,16 @@ def _automatic_prefill(
     num_units = len(line.records) * num_kv_heads
     grid = num_sms * config.ctas_per_sm
     total = int(np.add.reduce(line.iterations))
-    order, time = order_tiles(tiles, line.iterations, line.longest, total, num_kv_heads, grid, keys_in_l2)
-    line = line.ordered(order)
-    if may_split:
-        shares, shared_time = _shares_of_all(config, num_sms, 0, total * num_kv_heads)
+    order, iterations, time = order_tiles(tiles, line.iterations, line.longest, total, num_kv_heads, grid, keys_in_l2)
+    line = tuple_new(_Line, (line.records.take(order, axis=0), iterations, *line[2:]))
+    shares = min(num_sms, total * num_kv_heads // _MIN_SHARE) if may_split else 0
+    if shares > 1:
+        # Cutting the line is only tried where it would pay if it gave every share as few units as the average.
+        crowding = _crowding(shares, num_sms, grid)
         whole_time = time * _crowding(num_units, num_sms, grid)
-        if shares > 1 and whole_time > _SHARING_GAIN * _shared_time(shared_time):
+        if whole_time > _SHARING_GAIN * _shared_time(least_line_time(total * num_kv_heads, num_units, shares) * crowding):
             tile_begin = _tile_begin(line.iterations, num_kv_heads)
-            shared_time = line_time(line.iterations, tile_begin, num_kv_heads, shares) * _crowding(shares, num_sms, grid)
-            if whole_time > _SHARING_GAIN * _shared_time(shared_time):
+            if whole_time > _SHARING_GAIN * _shared_time(line_time(line.iterations, tile_begin, num_kv_heads, shares) * crowding):
                 return line.records, line.cut(tile_begin, num_kv_heads, grid if full_grid else shares, 0, shares)
     num_ctas = grid
     if not full_grid:
@@ -280,7 +284,7 @@ def _automatic_prefill(
             too_long = least_time(total, len(line.records), num_kv_heads, fewer) > most_time
             if too_long or busiest_time(line.iterations, num_kv_heads, fewer) > most_time:
                 num_ctas = grid
-    return line.records, Partition(whole_units_only(num_ctas, num_units), no_groups(), 0)
+    return line.records, tuple_new(Partition, (whole_units_only(num_ctas, num_units), no_groups(), 0))
 
 
 def _tile_begin(iterations: npt.NDArray[np.int64], num_kv_heads: int) -> npt.NDArray[np.int64]:
@@ -352,48 +356,3 @@ def _shares_of_all(config: TileConfig, num_sms: int, num_equal_units: int, total
 def _crowding(num_ctas: int, num_sms: int, grid: int) -> float:
     """Time per iteration relative to full SMs: less while every CTA has one to itself."""
     return _ALONE if num_ctas <= num_sms < grid else 1.0
-
-
-def _split_tiles(whole: Tiles, kv_tile: int, num_kv_heads: int, fixed_kv: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], int]:
-    """Tiles cut along the keys into pieces of `fixed_kv`, each a tile of its own, their merge groups, and the rows of partial results."""
-    tiles, keys = whole.records, whole.keys
-    if whole.longest <= fixed_kv:
-        if whole.shortest == whole.longest:
-            return tiles, no_groups(), 0
-        return tiles[(-keys).argsort(kind="stable")], no_groups(), 0
-    if whole.shortest == whole.longest:
-        return _split_alike(whole, kv_tile, num_kv_heads, fixed_kv)
-    chunks = np.maximum(-(-keys // fixed_kv), 1)
-    first_chunk = np.cumsum(chunks) - chunks
-    of_tile = np.repeat(np.arange(len(tiles)), chunks)
-    part = np.arange(len(of_tile)) - first_chunk[of_tile]
-    split = chunks > 1
-    # One merge group per KV head of every divided tile.
-    group_begin = (np.cumsum(split) - split) * num_kv_heads
-    pieces = tiles[of_tile]
-    kv_begin = pieces[:, 4] + part * fixed_kv
-    pieces[:, 4] = kv_begin
-    pieces[:, 5] = np.minimum(pieces[:, 5], kv_begin + fixed_kv)
-    pieces[:, 9] = np.where(split, group_begin, -1)[of_tile]
-    pieces[:, 10] = part
-    num_parts = np.repeat(chunks[split], num_kv_heads)
-    groups, num_partial_rows = merge_groups_of(num_parts, num_parts * np.repeat(tiles[split, 3], num_kv_heads))
-    order = (-key_iterations(pieces[:, 5] - pieces[:, 4], kv_tile, 0)).argsort(kind="stable")
-    return pieces[order], groups, num_partial_rows
-
-
-def _split_alike(whole: Tiles, kv_tile: int, num_kv_heads: int, fixed_kv: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], int]:
-    """As _split_tiles, for tiles that all span as many keys, more than `fixed_kv`: in fewer steps."""
-    num_tiles, num_parts = len(whole.records), -(-whole.longest // fixed_kv)
-    pieces = whole.records.repeat(num_parts, axis=0).reshape(num_tiles, num_parts, TILE_INTS)
-    part = counting(num_parts)
-    pieces[:, :, 4] += part * scalar(fixed_kv)
-    pieces[:, :-1, 5] = pieces[:, 1:, 4]
-    pieces[:, :, 9] = (counting(num_tiles) * scalar(num_kv_heads))[:, None]
-    pieces[:, :, 10] = part
-    rows = (whole.records[:, 3] * scalar(num_parts)).repeat(num_kv_heads)
-    groups, num_partial_rows = merge_groups_of(scalar(num_parts), rows)
-    last_keys = whole.longest - (num_parts - 1) * fixed_kv
-    if -(-last_keys // kv_tile) < -(-fixed_kv // kv_tile):  # longest first
-        return np.concatenate((pieces[:, :-1].reshape(-1, TILE_INTS), pieces[:, -1])), groups, num_partial_rows
-    return pieces.reshape(-1, TILE_INTS), groups, num_partial_rows

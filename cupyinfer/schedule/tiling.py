@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from cupyinfer.schedule.counting import counting, ends, most, room_for, scalar, tuple_new
+from cupyinfer.schedule.counting import counting, ends, least, room_for, scalar, tuple_new
 from cupyinfer.schedule.geometry import BatchGeometry
 from cupyinfer.schedule.tiles import max_tile_q
 
@@ -28,16 +28,18 @@ class Tiles(NamedTuple):
     Attributes:
         records: int32 [num_tiles, 12], fields as TILE_FIELDS.
         keys: [num_tiles] keys each tile spans.
-        request: [num_tiles] request of each tile.
+        per_request: [batch_size] tiles of each request, whose tiles follow each other, or None where each has one.
         request_keys: [batch_size] keys of each request that has tiles, 0 for those without.
-        shortest, longest: keys of the shortest and the longest one, 0 without tiles.
+        longest_request: no request has more keys.
+        shortest, longest: keys of the shortest and the longest tile, 0 without tiles.
         uniform_rows: valid rows of every tile when all have as many by construction, else None.
     """
 
     records: npt.NDArray[np.int32]
     keys: npt.NDArray[np.int64]
-    request: npt.NDArray[np.int64]
+    per_request: npt.NDArray[np.int64] | None
     request_keys: npt.NDArray[np.int64]
+    longest_request: int
     shortest: int
     longest: int
     uniform_rows: int | None = None
@@ -67,8 +69,7 @@ def choose_tile_q(geometry: BatchGeometry, group_size: int, head_dim_vo: int, in
         return 16 if geometry.uniform_qo_len * group_size <= 16 else 64
     if invariant:
         return max_tile_q(head_dim_vo)
-    longest = (most(geometry.qo_len) if geometry.batch_size else 0) * group_size
-    return tile_q_for_rows(longest, geometry.num_qo_tokens * group_size, geometry.batch_size, head_dim_vo)
+    return tile_q_for_rows(geometry.longest_qo * group_size, geometry.num_qo_tokens * group_size, geometry.batch_size, head_dim_vo)
 
 
 def tile_q_for_rows(longest: int, total: int, batch_size: int, head_dim_vo: int) -> int:
@@ -116,47 +117,57 @@ def make_tiles(
     each = geometry.uniform_qo_len
     if each is not None and each * group_size <= cta_tile_q:
         return _one_tile_each(geometry, each, group_size, kv_tile, span, mask_begin)
-    batch = geometry.batch_size
-    tile_q, group = scalar(cta_tile_q), scalar(group_size)
-    rows = geometry.qo_len * group
+    num_tokens, kv_len, group, tile_q = geometry.qo_len, geometry.kv_len, scalar(group_size), scalar(cta_tile_q)
+    batch = len(kv_len)
+    rows = num_tokens * group
     per_request = rows + scalar(cta_tile_q - 1)
     per_request //= tile_q
-    first_tile = np.add.accumulate(per_request)
-    first_tile -= per_request
-    request = counting(batch).repeat(per_request)
-    row_begin = counting(len(request)) - first_tile.take(request)
+    # Per request, what tile 0 of the batch would have if it were the request's: every tile after it is as many rows further.
+    limited = span.causal or span.window_left >= 0
+    of_request = np.empty((3, batch), np.int64)
+    row_begin = np.subtract(per_request, np.add.accumulate(per_request), out=of_request[0])
     row_begin *= tile_q
-    num_rows = np.minimum(tile_q, rows.take(request) - row_begin)
-    request_keys = geometry.kv_len * np.minimum(per_request, scalar(1))
-    # What all tiles of a request have in common, and then what they differ in.
+    left = np.subtract(rows, row_begin, out=of_request[1])
+    if limited:  # the position of its first row, counted in rows
+        np.subtract(kv_len * group, left, out=of_request[2])
+    # What all tiles of a request have in common.
     common = _tile_template(room_for(batch), 0, 0)[:batch].copy()
     common[:, 1] = geometry.q_begin
-    common[:, 5] = geometry.kv_len
-    common[:, 6] = geometry.kv_len
+    if not span.causal:
+        common[:, 5] = kv_len
+    common[:, 6] = kv_len
     common[:, 7] = geometry.kv_base
-    common[:, 8] = geometry.qo_len
+    common[:, 8] = num_tokens
     if mask_begin is not None:
         common[:, 11] = mask_begin
-    records = common.take(request, axis=0)
+    records = common.repeat(per_request, axis=0)
+    num_tiles = len(records)
+    of_tile = of_request.repeat(per_request, axis=1)
+    of_tile += _rows_before(room_for(num_tiles), cta_tile_q)[:, :num_tiles]
+    row_begin, num_rows, position = of_tile
     records[:, 2] = row_begin
-    records[:, 3] = num_rows
-    kv_end = keys = geometry.kv_len.take(request)
-    if not span.causal and span.window_left < 0:
-        return _measured(records, keys, request, request_keys, None)
-    position = (geometry.kv_len - geometry.qo_len).take(request)
+    records[:, 3] = np.minimum(num_rows, tile_q, out=num_rows)
     if span.causal:
         # One past the position of the tile's last row; a query before all keys sees none.
-        seen = row_begin + num_rows
-        seen += scalar(group_size - 1)
-        seen //= group
-        seen += position
-        kv_end = keys = np.minimum(np.maximum(seen, scalar(0), out=seen), kv_end, out=seen)
-        records[:, 5] = kv_end
+        keys = position + num_rows
+        if cta_tile_q % group_size:
+            keys += scalar(group_size - 1)
+        keys //= group
+        if geometry.longest_qo > geometry.shortest_kv:
+            np.maximum(keys, scalar(0), out=keys)
+        records[:, 5] = keys
+    else:
+        keys = kv_len.repeat(per_request)
     if span.window_left >= 0:
-        kv_begin = _first_key(position + row_begin // group, kv_end, kv_tile, span.window_left)
+        kv_begin = _first_key(position // group, keys, kv_tile, span.window_left)
         records[:, 4] = kv_begin
-        keys = kv_end - kv_begin
-    return _measured(records, keys, request, request_keys, None)
+        keys = keys - kv_begin
+    request_keys = kv_len if geometry.shortest_qo else kv_len * np.minimum(per_request, scalar(1))
+    if geometry.shortest_qo and span.window_left < 0:  # the last tile of every request, at least, sees all of its keys
+        shortest, longest = least(keys) if span.causal else geometry.shortest_kv, geometry.longest_kv
+    else:
+        shortest, longest = ends(keys) if len(keys) else (0, 0)
+    return tuple_new(Tiles, (records, keys, per_request, request_keys, geometry.longest_kv, shortest, longest, None))
 
 
 def _one_tile_each(
@@ -172,22 +183,13 @@ def _one_tile_each(
     if mask_begin is not None:
         records[:, 11] = mask_begin
     rows = qo_len * group_size
-    if span.window_left < 0:
-        return tuple_new(Tiles, (records, kv_len, geometry.q_begin, kv_len, geometry.shortest_kv, geometry.longest_kv, rows))
-    kv_begin = _first_key(kv_len - qo_len, kv_len, kv_tile, span.window_left)
-    records[:, 4] = kv_begin
-    return _measured(records, kv_len - kv_begin, counting(batch), kv_len, rows)
-
-
-def _measured(
-    records: npt.NDArray[np.int32],
-    keys: npt.NDArray[np.int64],
-    request: npt.NDArray[np.int64],
-    request_keys: npt.NDArray[np.int64],
-    uniform_rows: int | None,
-) -> Tiles:
-    shortest, longest = ends(keys) if keys.size else (0, 0)
-    return Tiles(records, keys, request, request_keys, shortest, longest, uniform_rows)
+    keys, shortest, longest = kv_len, geometry.shortest_kv, geometry.longest_kv
+    if span.window_left >= 0:
+        kv_begin = _first_key(kv_len - qo_len, kv_len, kv_tile, span.window_left)
+        records[:, 4] = kv_begin
+        keys = kv_len - kv_begin
+        shortest, longest = ends(keys) if len(keys) else (0, 0)
+    return tuple_new(Tiles, (records, keys, None, kv_len, geometry.longest_kv, shortest, longest, rows))
 
 
 @lru_cache(maxsize=16)
@@ -201,6 +203,15 @@ def _tile_template(batch: int, qo_len: int, group_size: int) -> npt.NDArray[np.i
     tiles[:, 9] = -1
     tiles.flags.writeable = False
     return tiles
+
+
+@lru_cache(maxsize=16)
+def _rows_before(num_tiles: int, cta_tile_q: int) -> npt.NDArray[np.int64]:
+    """Rows of all tiles before each, to add to its first row, to take from the rows that are left, and to add to its position."""
+    before = counting(num_tiles) * cta_tile_q
+    rows = np.stack((before, -before, before))
+    rows.flags.writeable = False
+    return rows
 
 
 def _first_key(position: npt.NDArray[np.int64], kv_end: npt.NDArray[np.int64], kv_tile: int, window_left: int) -> npt.NDArray[np.int64]:

@@ -55,6 +55,15 @@ def test_a_block_is_reused_once_its_copy_is_done(pool: Any) -> None:
     assert (block.memory[:60] == 3).all() and (block.memory[60:100] == 1).all()
 
 
+def test_the_last_block_used_comes_first(pool: Any) -> None:
+    events = [pool.upload(filler(number, 10), 10, 0, 0) for number in range(3)]
+    for event in events:
+        event.done = True
+    assert [pool.upload(filler(number, 10), 10, 0, 0) for number in range(2)] == [events[2]] * 2
+    events[2].done = False
+    assert pool.upload(filler(5, 10), 10, 0, 0) is events[1]
+
+
 def test_larger_plans_get_larger_blocks_and_leave_the_small_ones(pool: Any) -> None:
     small = pool.upload(filler(1, 1), 1, 0, 0)
     small.done = True

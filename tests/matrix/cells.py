@@ -67,7 +67,7 @@ class Cell:
 
     def tiles(self, backend: str) -> tuple[int, ...]:
         """Rows per tile that its plans, eager and for a graph, may have."""
-        return options_of(self.row).fa3_shape.possible_tile_qs() if backend == "fa3" else (int(self.tile),)
+        return options_of(self.row).fa3_shape.possible_tile_qs if backend == "fa3" else (int(self.tile),)
 
     def variants(self, backend: str) -> tuple[AttentionVariant, ...]:
         """The kernels that may serve it, eager and in a graph; those of fa2 for the host."""

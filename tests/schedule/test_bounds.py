@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cupyinfer import BatchPrefillWithRaggedKVCacheWrapper
-from cupyinfer.errors import ArgumentError, ArgumentTypeError, UnsupportedError
+from cupyinfer.errors import ArgumentError, ArgumentTypeError, StateError, UnsupportedError
 from cupyinfer.schedule.bounds import WorkspaceLimits, workspace_bound
 from cupyinfer.schedule.capacity import BatchLimits
 from cupyinfer.schedule.layout import RegionCounts, lay_out, measure, memory_map
@@ -190,6 +190,14 @@ def test_layout_counts_places_and_maps_alike(counts: RegionCounts) -> None:
     assert ends == {"float": size.float_bytes, "int": size.int_bytes}
     assert (offsets.page_indices == -1) is (counts.num_page_indices is None)
     assert (offsets.values == -1) is (counts.value_bytes is None)
+
+
+@pytest.mark.parametrize("used", [0, 1])
+def test_a_layout_begins_where_the_workspaces_do(used: int) -> None:
+    allocators = AlignedAllocator(), AlignedAllocator()
+    allocators[used].reserve(16)
+    with pytest.raises(StateError, match="holds regions already"):
+        lay_out(RegionCounts(1, 1, 0, 0, 64), *allocators)
 
 
 def test_partial_rows_are_a_row_of_values_and_a_log_sum_exp() -> None:

@@ -154,7 +154,7 @@ def _kernels(shape: ModelShape, memory: Memory) -> set[KernelVariant]:
         variants |= {prefill.variant(tile_q, False) for tile_q in CTA_TILE_Q if tile_q <= max_tile_q(shape.head_dim)}
     if memory.backend != "fa2" and fa3_problem(prefill, memory.profile.arch, False) is None:
         fa3 = prefill.fa3_shape
-        for tile_q in fa3.possible_tile_qs():
+        for tile_q in fa3.possible_tile_qs:
             variants |= {prefill.variant(tile_q, False, "fa3", kv_tile) for kv_tile in fa3.kv_tiles(tile_q)}
     return variants
 
