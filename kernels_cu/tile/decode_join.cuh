@@ -217,27 +217,27 @@ struct JoinQueue {
     if (threadIdx.x == 0) records[count % kJoinRecords].tile = tile, records[count % kJoinRecords].segment = segment;
   }
 
-  // Leave this warp's state of the segment behind, if there is one, and write out the segment whose turn it is: the one before, so
-  // that no warp waits, or with one space the same one. Without a segment, all that is left is written.
-  __device__ __forceinline__ void turn(const AttentionParams& params, bool has_segment, int num_rows, const MergeGroup& group, const WarpState& state) {
+  // Leave this warp's state of the segment behind, and write out the segment whose turn it is: the one before, so that no warp waits, or
+  // with one space the same one. With the last segment, all that is left is written.
+  __device__ __forceinline__ void turn(const AttentionParams& params, bool is_last, int num_rows, const MergeGroup& group, const WarpState& state) {
     constexpr bool kOneSpace = kJoinSlots == 1;
     int outgoing = kOneSpace ? count : count - 1;
-    bool has_outgoing = kOneSpace ? has_segment : count > 0;
-    if (!kOneSpace && has_outgoing) wait(outgoing);
-    if (has_segment) {
-      if (kOneSpace) __syncthreads();  // the only space may still be read
-      leave(num_rows, group, state);
-      if (kOneSpace) arrive(), wait(outgoing);
+    if (kOneSpace) {
+      __syncthreads();  // the only space may still be read
+    } else if (outgoing >= 0) {
+      wait(outgoing);
     }
-    int announced = outgoing - 1;
+    leave(num_rows, group, state);
+    if (kOneSpace || is_last) arrive();
+    // Parts that were the last of their group are merged one turn later, when their count has long come back.
     do {
-      merge_if_last(params, announced);
-      if (!has_outgoing) break;
-      write(params, outgoing);
-      announced = outgoing;
-      has_outgoing = false;
-    } while (!has_segment);
-    if (!kOneSpace && has_segment) arrive();
+      merge_if_last(params, outgoing - 1);
+      if (outgoing > count) break;
+      if (outgoing == count) wait(outgoing);
+      if (outgoing >= 0) write(params, outgoing);
+      ++outgoing;
+    } while (is_last);
+    if (!kOneSpace && !is_last) arrive();
     ++count;
   }
 
