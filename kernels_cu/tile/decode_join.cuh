@@ -224,19 +224,21 @@ struct JoinQueue {
     int outgoing = kOneSpace ? count : count - 1;
     if (kOneSpace) {
       __syncthreads();  // the only space may still be read
-    } else if (outgoing >= 0) {
+    } else if (count > 0) {
       wait(outgoing);
     }
     leave(num_rows, group, state);
-    if (kOneSpace || is_last) arrive();
-    // Parts that were the last of their group are merged one turn later, when their count has long come back.
-    do {
-      merge_if_last(params, outgoing - 1);
-      if (outgoing > count) break;
-      if (outgoing == count) wait(outgoing);
-      if (outgoing >= 0) write(params, outgoing);
-      ++outgoing;
-    } while (is_last);
+    if (outgoing < 0 && is_last) ++outgoing;
+    if (outgoing >= 0) {
+      do {
+        // The count of a part comes back while its warp goes on, so it is looked at one turn later.
+        merge_if_last(params, outgoing - 1);
+        if (outgoing > count) break;
+        if (outgoing == count) __syncthreads();
+        write(params, outgoing);
+        ++outgoing;
+      } while (is_last);
+    }
     if (!kOneSpace && !is_last) arrive();
     ++count;
   }
