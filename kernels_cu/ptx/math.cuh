@@ -12,6 +12,13 @@ __device__ __forceinline__ float ex2(float x) {
   return y;
 }
 
+// Of a normal number, with an error of at most its last bit, and without the branch that an exact division takes.
+__device__ __forceinline__ float reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 __device__ __forceinline__ float lg2(float x) {
   float y;
   asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

@@ -87,34 +87,40 @@ __device__ __forceinline__ void transform_columns(const AttentionParams& params,
   }
 }
 
-// Sum the columns over the warps, in order, and write them: each warp takes every kNumWarps-th group of 16.
+// 16 neighbouring columns of row `row_in_tile`, summed over the warps in order, finished and written.
+__device__ __forceinline__ void write_group(const AttentionParams& params, const JoinRecord& record, const JoinSpace& space, const JoinedRow& joined,
+                                            int row_in_tile, int group, int lane) {
+  float columns[2][2] = {};
+#pragma unroll
+  for (int w = 0; w < kNumWarps; ++w) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int j = 0; j < 2; ++j) columns[half][j] += space.columns[w][group * 8 + half * 4 + row_in_tile / 8 * 2 + j][lane] * joined.weight[w];
+    }
+  }
+#pragma unroll
+  for (int j = 0; j < 2; ++j) columns[0][j] *= joined.finish.scale, columns[1][j] *= joined.finish.scale;
+  if constexpr (kUserOutput) transform_columns(params, record, row_in_tile, group, lane % 4, columns);
+  if (row_in_tile < record.tile.num_rows) write_columns(params, record, row_in_tile, group, lane % 4, columns[0], columns[1]);
+}
+
+// Write the result of all warps: each warp takes every kNumWarps-th group of 16 columns.
 __device__ __forceinline__ void write_joined(const AttentionParams& params, const JoinRecord& record, const JoinSpace& space, int warp, int lane) {
   lane = kept_here(lane);
-  int c = lane % 4;
   bool is_part = record.segment.group >= 0;
   // One body for rows g and rows g + 8: instructions are fetched from memory too, and this end of a segment is run once.
 #pragma unroll 1
-  for (int r = 0; 8 * r < record.tile.num_rows; ++r) {
-    int row_in_tile = lane / 4 + 8 * r;
-    bool exists = row_in_tile < record.tile.num_rows;
+  for (int row_in_tile = lane / 4; row_in_tile - lane / 4 < record.tile.num_rows; row_in_tile += 8) {
     JoinedRow joined(params, record, space, row_in_tile);
+    if constexpr (kColumnGroups <= kNumWarps) {
+      // Outside of any loop the columns are on their way while the row's weights are computed.
+      write_group(params, record, space, joined, row_in_tile, warp, lane);
+    } else {
 #pragma unroll 1
-    for (int group = warp; group < kColumnGroups; group += kNumWarps) {
-      float columns[2][2] = {};
-#pragma unroll
-      for (int w = 0; w < kNumWarps; ++w) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-#pragma unroll
-          for (int j = 0; j < 2; ++j) columns[half][j] += space.columns[w][group * 8 + half * 4 + 2 * r + j][lane] * joined.weight[w];
-        }
-      }
-#pragma unroll
-      for (int j = 0; j < 2; ++j) columns[0][j] *= joined.finish.scale, columns[1][j] *= joined.finish.scale;
-      if constexpr (kUserOutput) transform_columns(params, record, row_in_tile, group, c, columns);
-      if (exists) write_columns(params, record, row_in_tile, group, c, columns[0], columns[1]);
+      for (int group = warp; group < kColumnGroups; group += kNumWarps) write_group(params, record, space, joined, row_in_tile, group, lane);
     }
-    if (c != 0 || !exists) continue;
+    if (lane % 4 != 0 || row_in_tile >= record.tile.num_rows) continue;
     // Every warp stores the log-sum-exps of a part: they must arrive with its columns.
     if (is_part) {
       params.partial_lse[part_row(record.group, record.tile, record.segment) + row_in_tile] = joined.finish.lse;
@@ -197,8 +203,9 @@ __device__ __forceinline__ void merge_joined(const AttentionParams& params, cons
 // Records in use at a time: a warp looks at segment n's last when it writes segment n + 1, and may be one segment behind another.
 constexpr int kJoinRecords = 4;
 
-// The segments of a CTA on their way out. The barrier of segment n ends a phase when every warp has left its state there. With two
-// spaces a warp writes segment n - 1 before it arrives there for n, so that the phase also says that the other space is free.
+// The segments of a CTA on their way out. The barrier of segment n ends a phase when every warp has left its state there: with two
+// spaces, for all but the last segment. A warp writes segment n - 1 before it arrives there for n, so that the phase also says that the
+// other space is free.
 // Each warp announces and merges its own columns of a merge group, with a counter of its own: no warp waits for another's stores.
 struct JoinQueue {
   JoinSpace* spaces;
@@ -217,27 +224,30 @@ struct JoinQueue {
     if (threadIdx.x == 0) records[count % kJoinRecords].tile = tile, records[count % kJoinRecords].segment = segment;
   }
 
-  // Leave this warp's state of the segment behind, if there is one, and write out the segment whose turn it is: the one before, so
-  // that no warp waits, or with one space the same one. Without a segment, all that is left is written.
-  __device__ __forceinline__ void turn(const AttentionParams& params, bool has_segment, int num_rows, const MergeGroup& group, const WarpState& state) {
+  // Leave this warp's state of the segment behind, and write out the segment whose turn it is: the one before, so that no warp waits, or
+  // with one space the same one. With the last segment, all that is left is written.
+  __device__ __forceinline__ void turn(const AttentionParams& params, bool is_last, int num_rows, const MergeGroup& group, const WarpState& state) {
     constexpr bool kOneSpace = kJoinSlots == 1;
     int outgoing = kOneSpace ? count : count - 1;
-    bool has_outgoing = kOneSpace ? has_segment : count > 0;
-    if (!kOneSpace && has_outgoing) wait(outgoing);
-    if (has_segment) {
-      if (kOneSpace) __syncthreads();  // the only space may still be read
-      leave(num_rows, group, state);
-      if (kOneSpace) arrive(), wait(outgoing);
+    if (kOneSpace) {
+      __syncthreads();  // the only space may still be read
+    } else if (count > 0) {
+      wait(outgoing);
     }
-    int announced = outgoing - 1;
-    do {
-      merge_if_last(params, announced);
-      if (!has_outgoing) break;
-      write(params, outgoing);
-      announced = outgoing;
-      has_outgoing = false;
-    } while (!has_segment);
-    if (!kOneSpace && has_segment) arrive();
+    leave(num_rows, group, state);
+    if (outgoing < 0 && is_last) outgoing = count;
+    if (outgoing >= 0) {
+      do {
+        // The count of a part comes back while its warp goes on, so it is looked at one turn later.
+        merge_if_last(params, outgoing - 1);
+        if (outgoing > count) break;
+        // There is nothing to go on with but this segment: wait until every warp has left it behind.
+        if (outgoing == count) __syncthreads();
+        write(params, outgoing);
+        ++outgoing;
+      } while (is_last);
+    }
+    if (!kOneSpace && !is_last) arrive();
     ++count;
   }
 

@@ -102,6 +102,8 @@ struct WorkCursor {
     return true;
   }
 
+  __device__ __forceinline__ bool has_more() const { return whole_unit < num_whole_units || remaining > 0; }
+
  private:
   static constexpr int kFirstIsBehind = -2;
 
