@@ -258,7 +258,7 @@ struct JoinQueue {
     }
     if (lane % 4 == 0) {
 #pragma unroll
-      for (int r = 0; r < 2; ++r) space.row_max[warp][lane / 4 + 8 * r] = state.row_max[r], space.row_sum[warp][lane / 4 + 8 * r] = state.row_sum[r];
+      for (int r = 0; r < 2; ++r) space.row_max[warp][lane / 4 + 8 * r] = state.row_max(r), space.row_sum[warp][lane / 4 + 8 * r] = state.row_sum[r];
     }
     if (threadIdx.x == 0) records[count % kJoinRecords].group = group;
   }
