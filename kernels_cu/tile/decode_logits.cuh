@@ -8,6 +8,7 @@
 // Past head_dim 128 the accumulators and pointers leave no registers for the query, which then waits in shared memory.
 constexpr bool kQueryInSmem = kHeadDimQk > 128;
 // Nor for the fragments of many k-steps at a time.
+constexpr bool kSplitsSteps = kKeyTiles == 2 && !kQueryInSmem;
 constexpr int kStepsAtOnce = !kQueryInSmem ? kQkSteps : kPosEncoding == PosEncoding::kRopeLlama ? 1 : 2;
 
 // Logits that are nothing but scaled products stay unscaled, and the exponent's own multiplication scales them. Scales are positive, so
@@ -97,11 +98,17 @@ struct RowGroup {
         multiply_step(step + kQkSteps / 2, high, logits);
       }
     } else {
+      // Of 16 keys there are two chains of products only, each waiting for the one before: even and odd steps make four of them.
+      float odd[kKeyTiles][4] = {};
 #pragma unroll kStepsAtOnce
       for (int step = 0; step < kQkSteps; ++step) {
         unsigned b[kKeyTiles][2];
         load_keys(lane_rows, step, b);
-        multiply_step(step, b, logits);
+        multiply_step(step, b, kSplitsSteps && step % 2 == 1 ? odd : logits);
+      }
+      if constexpr (kSplitsSteps) {
+#pragma unroll
+        for (int i = 0; i < 4 * kKeyTiles; ++i) logits[i / 4][i % 4] += odd[i / 4][i % 4];
       }
     }
   }
