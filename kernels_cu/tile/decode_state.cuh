@@ -7,19 +7,19 @@
 
 // Growth of a row's maximum, in powers of two, that weights take on before outputs and sum are rescaled. Half holds 2^8.
 constexpr float kLazyGrowth = 8.f;
+// Stands for the maximum of a row that has seen no key: finite, so that -inf minus it is still -inf, and so low that any logit outgrows it.
+constexpr float kNoMax = -3e38f;
 
 // Rows g and g + 8 of thread (g, c): output columns by tile, and this thread's share of the sum. Weights are 2^(scale * logit - reference).
 struct WarpState {
   float o[kOutputTiles][4];
-  float reference[2];  // at most kLazyGrowth below the running maximum (log2 domain); 0 before the first key
-  float limit[2];      // what an exponent may be: kLazyGrowth, but -inf before the first key
+  float reference[2];  // at most kLazyGrowth below the running maximum (log2 domain)
   float row_sum[2];
 
   __device__ __forceinline__ void clear() {
 #pragma unroll
     for (int n = 0; n < kOutputTiles; ++n) o[n][0] = o[n][1] = o[n][2] = o[n][3] = 0.f;
-    reference[0] = reference[1] = 0.f;
-    limit[0] = limit[1] = neg_inf();
+    reference[0] = reference[1] = kNoMax;
     row_sum[0] = row_sum[1] = 0.f;
   }
 
@@ -39,7 +39,7 @@ struct WarpState {
           for (int part = 0; part < kBlockParts; ++part) weights[part][1] = weights[part][3] = 0u;
           continue;
         }
-        outgrown |= exponent(largest_of(logits, r), scale[r], r) > limit[r];
+        outgrown |= exponent(largest_of(logits, r), scale[r], r) > kLazyGrowth;
 #pragma unroll
         for (int n = 0; n < kKeyTiles; ++n) {
           float low = ex2(exponent(logits[n][2 * r], scale[r], r)), high = ex2(exponent(logits[n][2 * r + 1], scale[r], r));
@@ -62,7 +62,7 @@ struct WarpState {
   }
 
   // The reference that the row's sum and outputs go by, -inf without keys.
-  __device__ __forceinline__ float row_max(int r) const { return limit[r] == neg_inf() ? neg_inf() : reference[r]; }
+  __device__ __forceinline__ float row_max(int r) const { return reference[r] == kNoMax ? neg_inf() : reference[r]; }
 
  private:
   // Of this thread's logits of a row.
@@ -90,11 +90,9 @@ struct WarpState {
       float largest = largest_of(logits, r);
       largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
       largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
-      float new_max = fmaxf(row_max(r), kScaleInExponent ? largest * scale[r] : largest);
-      float rescale = ex2(row_max(r) - new_max);
-      // A row without keys so far stays as it is.
-      if (new_max == neg_inf()) continue;
-      reference[r] = new_max, limit[r] = kLazyGrowth;
+      float new_max = fmaxf(reference[r], kScaleInExponent ? largest * scale[r] : largest);
+      float rescale = ex2(reference[r] - new_max);
+      reference[r] = new_max;
       row_sum[r] *= rescale;
 #pragma unroll
       for (int n = 0; n < kOutputTiles; ++n) o[n][2 * r] *= rescale, o[n][2 * r + 1] *= rescale;
