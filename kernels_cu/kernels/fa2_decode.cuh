@@ -32,7 +32,7 @@ extern "C" __global__ void __launch_bounds__(kNumWarps * 32, 1) attention(const 
   int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
   unsigned ring = smem_address(smem) + warp * kNumStages * kSlotBytes;
   unsigned char* behind_rings = smem + kNumWarps * kNumStages * kSlotBytes;
-  JoinQueue queue = {reinterpret_cast<JoinSpace*>(behind_rings), records, smem_address(barriers), warp, lane, 0, false, -1};
+  JoinQueue queue = {reinterpret_cast<JoinSpace*>(behind_rings), records, smem_address(barriers), warp, lane, 0, -1};
   uint4* query_space = reinterpret_cast<uint4*>(behind_rings + kJoinSlots * sizeof(JoinSpace));
   __shared__ float2 turns[kPosEncoding == PosEncoding::kRopeLlama ? kRopePairs : 1];
   if constexpr (kPosEncoding == PosEncoding::kRopeLlama) fill_rope_turns(params, turns);
@@ -53,37 +53,29 @@ extern "C" __global__ void __launch_bounds__(kNumWarps * 32, 1) attention(const 
     Tile tile;
     Segment segment;
     MergeGroup group;
-    RowGroup rows;
     WarpState state;
-    int num_rows = 0, key = 0, kv_end = 0;
     has_segment = cursor.next(params, tile, segment);
     if (has_segment) {
       queue.begin(tile, segment);
-      rows = RowGroup(params, tile, segment, lane, query_space, turns);
+      RowGroup rows(params, tile, segment, lane, query_space, turns);
       group = load_merge_group(params, segment);
       state.clear();
-      num_rows = tile.num_rows, key = deal.first_key(segment, warp), kv_end = segment.kv_end;
-    }
-    for (;; key += kNumWarps * kBlockKeys) {
-      bool has_block = key < kv_end;
-      if (has_block) {
+      for (int key = deal.first_key(segment, warp); key < segment.kv_end; key += kNumWarps * kBlockKeys) {
+        float logits[kKeyTiles][4];
+        unsigned weights[kBlockParts][4];
         at.wait();
         loader.load_half<false>(params, kKeysFollowKeys, at.behind());
+        rows.multiply_keys(at.slot, key, lane, logits);
+        rows.finish_logits(params, tile, key, lane, logits);
+        state.absorb(logits, rows.scale, tile.num_rows, weights);
+        at.advance();
+        at.wait();
+        loader.load_half<false>(params, !kKeysFollowKeys, at.behind());
+        accumulate_values(state, weights, at.slot, lane);
+        at.advance();
       }
-      queue.write_one_before(params, has_block);
-      if (!has_block) break;
-      float logits[kKeyTiles][4];
-      unsigned weights[kBlockParts][4];
-      rows.multiply_keys(at.slot, key, lane, logits);
-      rows.finish_logits(params, tile, key, lane, logits);
-      state.absorb(logits, rows.scale, num_rows, weights);
-      at.advance();
-      at.wait();
-      loader.load_half<false>(params, !kKeysFollowKeys, at.behind());
-      accumulate_values(state, weights, at.slot, lane);
-      at.advance();
+      state.reduce_sums();
     }
-    if (has_segment) state.reduce_sums();
-    queue.turn(params, has_segment, num_rows, group, state);
+    queue.turn(params, has_segment, tile.num_rows, group, state);
   } while (has_segment);
 }

@@ -25,15 +25,10 @@ __device__ __forceinline__ void mbarrier_arrive(unsigned barrier) {
   asm volatile("{.reg .b64 state; mbarrier.arrive.shared.b64 state, [%0];}" ::"r"(barrier) : "memory");
 }
 
-// Whether the phase with that parity has ended.
-__device__ __forceinline__ bool mbarrier_has_ended(unsigned barrier, unsigned parity) {
-  unsigned done;
-  asm volatile("{.reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}" : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
-  return done;
-}
-
-// Wait for that.
+// Wait for the end of the phase with that parity.
 __device__ __forceinline__ void mbarrier_wait(unsigned barrier, unsigned parity) {
-  while (!mbarrier_has_ended(barrier, parity)) {
-  }
+  unsigned done;
+  do {
+    asm volatile("{.reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}" : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+  } while (!done);
 }

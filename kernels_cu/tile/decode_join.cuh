@@ -89,7 +89,7 @@ __device__ __forceinline__ void transform_columns(const AttentionParams& params,
 
 // Sum the columns over the warps, in order, and write them: each warp takes every kNumWarps-th group of 16.
 __device__ __forceinline__ void write_joined(const AttentionParams& params, const JoinRecord& record, const JoinSpace& space, int warp, int lane) {
-  lane = kept_here(lane), warp = kept_here(warp);
+  lane = kept_here(lane);
   int c = lane % 4;
   bool is_part = record.segment.group >= 0;
   // One body for rows g and rows g + 8: instructions are fetched from memory too, and this end of a segment is run once.
@@ -206,7 +206,6 @@ struct JoinQueue {
   unsigned barriers;  // one for even segments, one for odd ones
   int warp, lane;
   int count;          // segments left behind so far
-  bool is_unwritten;  // the last of them still is to be written out
   int arrived_before; // in lane 0: parts that had arrived before the last one this warp announced; -1 when it has looked at that since
 
   static __device__ __forceinline__ void init(unsigned barriers) {
@@ -218,38 +217,32 @@ struct JoinQueue {
     if (threadIdx.x == 0) records[count % kJoinRecords].tile = tile, records[count % kJoinRecords].segment = segment;
   }
 
-  // Write out the segment left behind last, if that has not been done yet, once every warp has left it behind: where there are blocks to
-  // work on, if that is so already; at the end of a segment's blocks, wait for it.
-  __device__ __forceinline__ void write_one_before(const AttentionParams& params, bool has_block) {
-    if (kOneSpace || !is_unwritten) return;
-    if (has_block) {
-      if (!__all_sync(0xffffffffu, has_ended(count - 1))) return;
-    } else {
-      wait(count - 1);
-    }
-    is_unwritten = false;
-    write(params, count - 1);
-  }
-
-  // Leave this warp's state of the segment behind, if there is one, and merge the parts of the one written last, if that is this warp's to
-  // do. With one space, the segment is written out as well.
+  // Leave this warp's state of the segment behind, if there is one, and write out the segment whose turn it is: the one before, so
+  // that no warp waits, or with one space the same one. Without a segment, all that is left is written.
   __device__ __forceinline__ void turn(const AttentionParams& params, bool has_segment, int num_rows, const MergeGroup& group, const WarpState& state) {
+    constexpr bool kOneSpace = kJoinSlots == 1;
+    int outgoing = kOneSpace ? count : count - 1;
+    bool has_outgoing = kOneSpace ? has_segment : count > 0;
+    if (!kOneSpace && has_outgoing) wait(outgoing);
     if (has_segment) {
       if (kOneSpace) __syncthreads();  // the only space may still be read
       leave(num_rows, group, state);
-      arrive();
-      is_unwritten = true;
+      if (kOneSpace) arrive(), wait(outgoing);
     }
-    merge_if_last(params, count - 1);
-    if (kOneSpace && has_segment) wait(count), write(params, count);
+    int announced = outgoing - 1;
+    do {
+      merge_if_last(params, announced);
+      if (!has_outgoing) break;
+      write(params, outgoing);
+      announced = outgoing;
+      has_outgoing = false;
+    } while (!has_segment);
+    if (!kOneSpace && has_segment) arrive();
     ++count;
   }
 
  private:
-  static constexpr bool kOneSpace = kJoinSlots == 1;
-
   __device__ __forceinline__ void wait(int n) const { mbarrier_wait(barriers + n % 2 * 8, n / 2 % 2); }
-  __device__ __forceinline__ bool has_ended(int n) const { return mbarrier_has_ended(barriers + n % 2 * 8, n / 2 % 2); }
 
   // Every thread, for what it wrote and read itself.
   __device__ __forceinline__ void arrive() const { mbarrier_arrive(barriers + count % 2 * 8); }
@@ -273,7 +266,6 @@ struct JoinQueue {
   // Write this warp's columns of segment n, which every warp has left behind.
   __device__ __forceinline__ void write(const AttentionParams& params, int n) {
     if (warp >= kColumnGroups) return;
-    n = kept_here(n);
     const JoinRecord& record = records[static_cast<unsigned>(n) % kJoinRecords];
     write_joined(params, record, spaces[static_cast<unsigned>(n) % kJoinSlots], warp, lane);
     if (record.segment.group < 0) return;

@@ -28,8 +28,6 @@ struct RowGroup {
   float slope[2];           // ALiBi slope in the log2 domain
   int all_see_from, all_see_to;  // every row of the tile sees the keys in [all_see_from, all_see_to]
 
-  RowGroup() = default;
-
   __device__ __forceinline__ RowGroup(const AttentionParams& params, const Tile& tile, const Segment& segment, int lane, uint4* query_space,
                                       const float2* rope_turns)
       : turns(rope_turns), q_shared(query_space + lane) {
