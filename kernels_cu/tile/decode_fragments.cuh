@@ -3,6 +3,7 @@
 #pragma once
 
 #include "ptx/convert.cuh"
+#include "ptx/math.cuh"
 #include "ptx/mma.cuh"
 #include "tile/decode_ring.cuh"
 #include "tile/rope.cuh"
@@ -116,7 +117,7 @@ __device__ __forceinline__ void query_to_half(const Row (&row)[2], const float2*
     } else {
       unsigned pair = 0u;
 #pragma unroll
-      for (int i = 0; i < 2 * kQkSteps; ++i) asm("max.bf16x2 %0, %0, %1;" : "+r"(pair) : "r"(q[i / 2][r + i % 2 * 2] & 0x7fff7fffu));
+      for (int i = 0; i < 2 * kQkSteps; ++i) pair = max_bf16_pair(pair, q[i / 2][r + i % 2 * 2] & 0x7fff7fffu);
       largest = fmaxf(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
     }
     largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));

@@ -43,6 +43,21 @@ __device__ __forceinline__ void load_of_warps(const float (&source)[kNumWarps], 
   }
 }
 
+// As finish_row if the row is final, else as finish_part, in one body: instructions at the end of a segment are fetched from memory too.
+// The greatest summand is 1, or near it where references lag behind maxima: nothing that a division is careful about can happen.
+__device__ __forceinline__ RowFinish finish_joined(const AttentionParams& params, const JoinRecord& record, int row_in_tile, bool is_final, float row_max,
+                                                   float row_sum) {
+  int kv_head = record.segment.kv_head;
+  float sink = neg_inf(), v_scale = 1.f;
+  if (is_final && params.sinks != nullptr) sink = __ldg(params.sinks + make_row(params, record.tile, kv_head, row_in_tile).head) * kLog2E;
+  if (is_final) v_scale = params.v_scale_tensor * (params.v_scale != nullptr ? __ldg(params.v_scale + kv_head) : 1.f);
+  float joint_max = fmaxf(row_max, sink);
+  if (joint_max == neg_inf()) return {0.f, neg_inf()};
+  float rescale = ex2(row_max - joint_max);
+  float joint_sum = row_sum * rescale + ex2(sink - joint_max);
+  return {__fdividef(rescale, joint_sum) * v_scale, log_sum(joint_max, joint_sum)};
+}
+
 // One row over all warps: how much each warp counts, and how the row finishes.
 struct JoinedRow {
   float weight[kNumWarps];
@@ -61,10 +76,7 @@ struct JoinedRow {
       weight[w] = ex2(weight[w] - reference);
       joint_sum += row_sum[w] * weight[w];
     }
-    int kv_head = record.segment.kv_head;
-    finish = record.segment.group < 0 && row_in_tile < record.tile.num_rows
-                 ? finish_row(params, make_row(params, record.tile, kv_head, row_in_tile), kv_head, joint_max, joint_sum)
-                 : finish_part(joint_max, joint_sum);
+    finish = finish_joined(params, record, row_in_tile, record.segment.group < 0 && row_in_tile < record.tile.num_rows, joint_max, joint_sum);
   }
 };
 
@@ -210,7 +222,7 @@ __device__ __forceinline__ void merge_joined(const AttentionParams& params, cons
     if (!exists || lane >= 16) continue;
     int kv_head = record.segment.kv_head;
     Row row = make_row(params, record.tile, kv_head, row_in_tile);
-    RowFinish finish = finish_row(params, row, kv_head, joint_max, row_sum);
+    RowFinish finish = finish_joined(params, record, row_in_tile, true, joint_max, row_sum);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       sum[j] *= finish.scale;

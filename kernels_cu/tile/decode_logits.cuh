@@ -8,8 +8,10 @@
 // Past head_dim 128 the accumulators and pointers leave no registers for the query, which then waits in shared memory.
 constexpr bool kQueryInSmem = kHeadDimQk > 128;
 // Nor for the fragments of many k-steps at a time.
-constexpr bool kSplitsSteps = kKeyTiles == 2 && !kQueryInSmem;
 constexpr int kStepsAtOnce = !kQueryInSmem ? kQkSteps : kPosEncoding == PosEncoding::kRopeLlama ? 1 : 2;
+
+// Products of 16 keys are two chains, in which each waits for the one before. Where there are registers, even and odd k-steps make four.
+constexpr bool kSplitsSteps = kKeyTiles == 2 && !kQueryInSmem;
 
 // Logits that are nothing but scaled products stay unscaled, and the exponent's own multiplication scales them. Scales are positive, so
 // the greatest product is the greatest logit; a product of scales that underflows is kept from 0, by which a hidden logit, minus
@@ -98,7 +100,6 @@ struct RowGroup {
         multiply_step(step + kQkSteps / 2, high, logits);
       }
     } else {
-      // Of 16 keys there are two chains of products only, each waiting for the one before: even and odd steps make four of them.
       float odd[kKeyTiles][4] = {};
 #pragma unroll kStepsAtOnce
       for (int step = 0; step < kQkSteps; ++step) {

@@ -13,24 +13,27 @@ struct RowFinish {
   float lse;
 };
 
-// `row_max` (log2 domain, -inf without keys) and `row_sum` of 2^(logit - row_max). A sink (log2 domain, -inf for none) joins the
-// denominator, and the output is scaled by `v_scale`.
-__device__ __forceinline__ RowFinish finish_with(float row_max, float row_sum, float sink, float v_scale) {
-  float joint_max = fmaxf(row_max, sink);
-  if (joint_max == neg_inf()) return {0.f, neg_inf()};
-  float rescale = ex2(row_max - joint_max);
-  float joint_sum = row_sum * rescale + ex2(sink - joint_max);
-  // The greatest summand is 1, or near it where maxima lag behind: none of what a division is careful about can happen.
-  return {__fdividef(rescale, joint_sum) * v_scale, log_sum(joint_max, joint_sum)};
+// `row_max` (log2 domain, -inf without keys) and `row_sum` of 2^(logit - row_max).
+__device__ __forceinline__ RowFinish finish_part(float row_max, float row_sum) {
+  if (row_sum == 0.f) return {0.f, neg_inf()};
+  return {1.f / row_sum, log_sum(row_max, row_sum)};
 }
 
-__device__ __forceinline__ RowFinish finish_part(float row_max, float row_sum) { return finish_with(row_max, row_sum, neg_inf(), 1.f); }
-
-// The same for a unit's final result: an attention sink joins here, once, and v_scale applies.
+// The same for a unit's final result: an attention sink joins the denominator here, once, and v_scale applies.
 __device__ __forceinline__ RowFinish finish_row(const AttentionParams& params, const Row& row, int kv_head, float row_max, float row_sum) {
-  float sink = params.sinks != nullptr ? __ldg(params.sinks + row.head) * kLog2E : neg_inf();
-  float v_scale = params.v_scale_tensor * (params.v_scale != nullptr ? __ldg(params.v_scale + kv_head) : 1.f);
-  return finish_with(row_max, row_sum, sink, v_scale);
+  if (params.sinks != nullptr) {
+    float sink = __ldg(params.sinks + row.head) * kLog2E;
+    float joint_max = fmaxf(row_max, sink);
+    if (joint_max != neg_inf()) {
+      float rescale = ex2(row_max - joint_max);
+      float joint_sum = row_sum * rescale + ex2(sink - joint_max);
+      float v_scale = params.v_scale_tensor * (params.v_scale != nullptr ? __ldg(params.v_scale + kv_head) : 1.f);
+      return {rescale / joint_sum * v_scale, log_sum(joint_max, joint_sum)};
+    }
+  }
+  RowFinish finish = finish_part(row_max, row_sum);
+  finish.scale *= params.v_scale_tensor * (params.v_scale != nullptr ? __ldg(params.v_scale + kv_head) : 1.f);
+  return finish;
 }
 
 // Byte-free address of an output row: the first of its kHeadDimVo 16-bit elements.
