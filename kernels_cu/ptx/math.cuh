@@ -25,6 +25,13 @@ __device__ __forceinline__ float lg2(float x) {
   return y;
 }
 
+// The greater ones of two pairs of bfloat16.
+__device__ __forceinline__ unsigned max_bf16_pair(unsigned a, unsigned b) {
+  unsigned pair;
+  asm("max.bf16x2 %0, %1, %2;" : "=r"(pair) : "r"(a), "r"(b));
+  return pair;
+}
+
 // row_max + log2(row_sum), for a positive sum. The sum's exponent is added to the maximum first, both being exact or nearly so, and only
 // the logarithm of what is left, near one, is approximate: lg2 of a sum of 2^10 has an error that a result near zero would show.
 __device__ __forceinline__ float log_sum(float row_max, float row_sum) {

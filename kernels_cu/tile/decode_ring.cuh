@@ -174,8 +174,7 @@ struct BlockLoader {
       }
       key = deal.first_key(segment, warp);
       if constexpr (kKeepsRows) k_rows = first_row<true>(params), v_rows = first_row<false>(params);
-      // To start with, the query comes no later than the first keys.
-      if (!kStart && warp == 0) prefetch_query(params);
+      if (warp == 0) prefetch_query(params);
     }
     int own_key = by_part ? key : key + lane % kBlockKeys;
     if (!by_part && !is_seen(own_key)) return;
