@@ -14,9 +14,10 @@ __device__ __forceinline__ constexpr unsigned long long wgmma_descriptor_base(un
 }
 
 // `smem` is the same for all lanes, and is made so for ptxas too: from the descriptors of a whole batch in plain registers it would move
-// each one to uniform registers between the products, five instructions for every one.
+// each one to uniform registers between the products, five instructions for every one. What is shuffled is the low word as it will be: the
+// uniform datapath is slow, and products wait for it.
 __device__ __forceinline__ unsigned long long wgmma_descriptor(unsigned long long base, unsigned smem) {
-  return base | (__shfl_sync(0xffffffffu, smem, 0) & 0x3ffff) >> 4;
+  return base >> 32 << 32 | __shfl_sync(0xffffffffu, static_cast<unsigned>(base) | (smem & 0x3ffff) >> 4, 0);
 }
 
 // Before the first product of a batch, and after touching registers that it reads or writes.
@@ -56,6 +57,7 @@ struct Wgmma;
   "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
   "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
 #define WGMMA_NAMES_2A "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
+#define WGMMA_NAMES_2B WGMMA_NAMES_2A ", %80, %81, %82, %83, %84, %85, %86, %87"
 #define WGMMA_NAMES_3 \
   "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
   "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
@@ -92,9 +94,11 @@ struct Wgmma;
 #define WGMMA_ACCUMULATORS_64 WGMMA_BLOCK(d, 0)
 #define WGMMA_ACCUMULATORS_128 WGMMA_BLOCK(d, 0), WGMMA_BLOCK(d, 32)
 #define WGMMA_ACCUMULATORS_160 WGMMA_ACCUMULATORS_128, WGMMA_OCTET(d, 64), WGMMA_OCTET(d, 72)
+#define WGMMA_ACCUMULATORS_176 WGMMA_ACCUMULATORS_160, WGMMA_OCTET(d, 80)
 #define WGMMA_ACCUMULATORS_256 WGMMA_ACCUMULATORS_128, WGMMA_BLOCK(d, 64), WGMMA_BLOCK(d, 96)
 
 WGMMA_SHAPE(64, 32, WGMMA_NAMES_0, 32, 33, 34, 35, 36, 37)
 WGMMA_SHAPE(128, 64, WGMMA_NAMES_0 ", " WGMMA_NAMES_1, 64, 65, 66, 67, 68, 69)
 WGMMA_SHAPE(160, 80, WGMMA_NAMES_0 ", " WGMMA_NAMES_1 ", " WGMMA_NAMES_2A, 80, 81, 82, 83, 84, 85)
+WGMMA_SHAPE(176, 88, WGMMA_NAMES_0 ", " WGMMA_NAMES_1 ", " WGMMA_NAMES_2B, 88, 89, 90, 91, 92, 93)
 WGMMA_SHAPE(256, 128, WGMMA_NAMES_0 ", " WGMMA_NAMES_1 ", " WGMMA_NAMES_2 ", " WGMMA_NAMES_3, 128, 129, 130, 131, 132, 133)
