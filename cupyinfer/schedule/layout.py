@@ -19,7 +19,7 @@ class RegionCounts(NamedTuple):
 
     Attributes:
         num_tiles: tile records.
-        num_ctas: CTA records.
+        num_ctas: CTA records; the queue lies behind them as one more.
         num_merge_groups: merge groups.
         num_partial_rows: rows of partial results.
         head_dim_vo: width of a row of partial results, in float32 elements.
@@ -70,7 +70,7 @@ def lay_out(counts: RegionCounts, float_allocator: AlignedAllocator, int_allocat
     num_tiles, num_ctas, num_merge_groups, num_partial_rows, head_dim_vo, num_page_indices, value_bytes = counts
     # Records are multiples of the alignment, and so are rows of partial results.
     cta_work = _TILE_BYTES * num_tiles
-    merge_groups = cta_work + _CTA_BYTES * num_ctas
+    merge_groups = cta_work + _cta_work_bytes(num_ctas)
     int_end = merge_groups + _GROUP_BYTES * num_merge_groups
     page_indices = values = -1
     if num_page_indices is not None:
@@ -87,6 +87,11 @@ def lay_out(counts: RegionCounts, float_allocator: AlignedAllocator, int_allocat
     return tuple_new(Offsets, (0, cta_work, merge_groups, page_indices, values, 0, partial_lse))
 
 
+def _cta_work_bytes(num_ctas: int) -> int:
+    """Records of the CTAs, and the queue of units that they share."""
+    return _CTA_BYTES * (num_ctas + 1) if num_ctas else 0
+
+
 def _name_what_does_not_fit(counts: RegionCounts, regions: tuple[str, ...], allocator: AlignedAllocator) -> NoReturn:
     for name, num_bytes in zip(Offsets._fields, _region_bytes(counts), strict=True):
         if num_bytes is not None and name in regions:
@@ -99,7 +104,7 @@ def _region_bytes(counts: RegionCounts) -> tuple[int | None, ...]:
     num_tiles, num_ctas, num_merge_groups, num_partial_rows, head_dim_vo, num_page_indices, value_bytes = counts
     return (
         _TILE_BYTES * num_tiles,
-        _CTA_BYTES * num_ctas,
+        _cta_work_bytes(num_ctas),
         _GROUP_BYTES * num_merge_groups,
         None if num_page_indices is None else 4 * num_page_indices,
         value_bytes,
