@@ -15,6 +15,7 @@ from cupyinfer.schedule.capacity import BatchLimits, capacity_counts
 from cupyinfer.schedule.counting import tuple_new
 from cupyinfer.schedule.geometry import MAX_PACKED_ROWS, MAX_UNITS, BatchGeometry, check_flag, check_heads, store_ints
 from cupyinfer.schedule.layout import RegionCounts, lay_out, measure
+from cupyinfer.schedule.partition import CTA_INTS
 from cupyinfer.schedule.plan_info import DecodePlanInfo, PlanInfo, PrefillPlanInfo
 from cupyinfer.schedule.profile import DeviceProfile
 from cupyinfer.schedule.schedule import Schedule, SplitPolicy, make_schedule, make_split_policy
@@ -257,7 +258,11 @@ class PlanDraft(NamedTuple):
         """Fill the tile, CTA and merge-group regions of an int workspace, or of a staging copy of it."""
         _, tiles, (cta_work, merge_groups, _), _ = self.schedule
         np.ndarray(tiles.shape, _INT32, records, info.tiles_offset)[:] = tiles
-        np.ndarray(cta_work.shape, _INT32, records, info.cta_work_offset)[:] = cta_work
+        num_ctas = len(cta_work)
+        if num_ctas:
+            ctas = np.ndarray((num_ctas + 1, CTA_INTS), _INT32, records, info.cta_work_offset)
+            ctas[:num_ctas] = cta_work
+            ctas[num_ctas] = 0
         if len(merge_groups):
             np.ndarray(merge_groups.shape, _INT32, records, info.merge_groups_offset)[:] = merge_groups
 
