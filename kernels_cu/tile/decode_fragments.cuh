@@ -107,7 +107,8 @@ __device__ __forceinline__ void query_to_half(const Row (&row)[2], const float2*
   for (int r = 0; r < 2; ++r) {
     if (r == 1 && num_rows <= 8) continue;
     float largest = 0.f;
-    if constexpr (kPosEncoding == PosEncoding::kRopeLlama) {
+    // Of wide heads, element by element takes fewer registers.
+    if constexpr (kPosEncoding == PosEncoding::kRopeLlama || kHeadDimQk > 128) {
 #pragma unroll
       for (int i = 0; i < 2 * kPairSteps; ++i) {
         float x[4];
