@@ -185,12 +185,11 @@ def test_references_follow_logits_of_any_sign(levels: str, head_dim: int, dtype:
 
     rng = np.random.default_rng(7)
     factors = np.array([1.0, -1.0, 0.25, 2.0, -0.5, 0.0, 1.5])
-    q, k, v = (rng.standard_normal((count, heads, head_dim)) for count, heads in ((300, 4), (1600, 2), (1600, 2)))
-    q *= 0.1
-    k *= 0.1
+    q, k, v = (rng.standard_normal((count, heads, head_dim)).astype(dtype) for count, heads in ((300, 4), (1600, 2), (1600, 2)))
+    q *= dtype(0.1)
+    k *= dtype(0.1)
     q[:, :, 0] = factors[(np.arange(300)[:, None] + np.arange(4)) % len(factors)]
     k[:, :, 0] = LEVELS[levels].repeat(50)[:, None]
-    q, k, v = (x.astype(dtype) for x in (q, k, v))
     offsets = [np.array([0, n], np.int32) for n in (300, 1600)]
     wrapper = cupyinfer.BatchPrefillWithRaggedKVCacheWrapper(backend="fa3")
     options: dict[str, Any] = {"sm_scale": 1.0}
