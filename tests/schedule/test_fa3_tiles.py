@@ -64,10 +64,10 @@ def test_padding_decides() -> None:
         assert fa3_kv_tile((128, 160, 192), np.array([length]), 1) == tile
 
 
-PAGES = {1: (128, 160), 8: (128, 160), 16: (128, 160), 32: (128, 160), 640: (128, 160), 64: (128,), 128: (128,), 256: (128,),
-         40: (160,), 80: (160,), 160: (160,), 12: (), 48: (), 96: ()}  # fmt: skip
+PAGES = {1: (128, 160, 176), 8: (128, 160, 176), 16: (128, 160, 176), 32: (128, 160), 640: (128, 160), 64: (128,), 128: (128,),
+         256: (128,), 40: (160,), 80: (160,), 160: (160,), 88: (176,), 176: (176,), 12: (), 48: (), 96: ()}  # fmt: skip
 #: Of fp8, whose tiles of 192 keys pages of 24, 48, 64 and 96 fit too.
-FP8_PAGES = {**{page_size: (*tiles, 192) for page_size, tiles in PAGES.items() if 128 in tiles and page_size <= 64}, 128: (128,),
+FP8_PAGES = {**{page_size: (*tiles[:2], 192) for page_size, tiles in PAGES.items() if 128 in tiles and page_size <= 64}, 128: (128,),
              40: (160,), 80: (160,), 160: (160,), 24: (192,), 48: (192,), 96: (192,), 384: (128, 192), 12: ()}  # fmt: skip
 
 
@@ -101,7 +101,7 @@ def test_options_say_whether_logits_are_transformed() -> None:
     def tiles(**changed: Any) -> tuple[int, ...]:
         return make_options(decode=False, paged=False, num_qo_heads=8, num_kv_heads=2, head_dim_qk=128, **changed).fa3_shape.kv_tiles(128)
 
-    assert tiles() == tiles(logits_soft_cap=0.0) == (128, 160)
+    assert tiles() == tiles(logits_soft_cap=0.0) == (128, 160, 176)
     assert tiles(logits_soft_cap=30.0) == tiles(pos_encoding_mode="ALIBI") == (128,)
 
 
@@ -109,7 +109,7 @@ def test_the_tile_is_part_of_a_kernel() -> None:
     first = AttentionVariant("float16", "float16", 128, 128, 128, True, backend="fa3")
     assert first == replace(first, kv_tile=128) != replace(first, kv_tile=160)
     assert str(first) != str(replace(first, kv_tile=160))
-    assert {variant.kv_tile for variant in fa3_variants() if variant.head_dim_qk == 128 and variant.q_dtype == "float16"} == {128, 160}
+    assert {variant.kv_tile for variant in fa3_variants() if variant.head_dim_qk == 128 and variant.q_dtype == "float16"} == {128, 160, 176}
     with pytest.raises(ArgumentError, match=r"kv_tile: got 160, .* soft cap"):
         replace(first, kv_tile=160, soft_cap=True)
     with pytest.raises(UnsupportedError, match="kv_tile: got 96"):
@@ -125,9 +125,10 @@ def test_every_tile_fits_shared_memory() -> None:
                 assert all(fa3_tile_config(tile_q, qk, vo, tile, kv_itemsize).smem_bytes <= 227 * 1024 for tile in kv_tiles)
 
 
-def test_fp8_has_the_rows_of_16_bits() -> None:
-    """And their keys, but for head_dim 128."""
+def test_fp8_has_most_tiles_of_16_bits() -> None:
+    """But for 256 rows, and other keys at head_dim 128."""
     assert fa3_tile_qs(64, 64, 32, False, 1) == (128, 192) and fa3_tile_qs(64, 64, 32, True, 1) == (128,)
+    assert fa3_tile_qs(64, 64, 32, False, 2) == (128, 192, 256) and fa3_tile_qs(64, 64, 32, True, 2) == (128,)
     assert fa3_kv_tiles(128, 192, 128, 16, False, 1) == (128,)
     assert [kv_tile(long(length, kv_itemsize=1)) for length in (128, 16384)] == [128, 192]
 
