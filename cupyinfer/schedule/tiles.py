@@ -37,7 +37,7 @@ _STATIC_SMEM = 384
 #: room for 80 keys, capped ones not). Further choices have no registers for a soft cap or ALiBi.
 _FA3_TILES: dict[tuple[int, int], dict[int, tuple[int, ...]]] = {
     (64, 64): {128: (128,), 192: (128,), 256: (64,)},
-    (128, 128): {128: (128, 160, 176)},
+    (128, 128): {128: (128, 160)},
     (192, 128): {128: (128,)},
     (256, 256): {128: (64,)},
 }
@@ -46,13 +46,14 @@ _FA3_TILES: dict[tuple[int, int], dict[int, tuple[int, ...]]] = {
 #: slower, but fit pages that the others do not.
 FA3_TILES = {2: _FA3_TILES, 1: _FA3_TILES | {(64, 64): {128: (128,), 192: (128,)}, (128, 128): {128: (128, 160, 192)}}}
 FA3_ARCH = "sm_90a"
-#: Times that tiles of 128 and 192 rows take for as many keys, in one unit. Measured on an H200 at head_dim 64: 418 and 503 TFLOP/s.
-_FA3_TILE_TIME = {128: 4.2, 192: 5, 256: 6.5}
+#: Times that tiles of 128, 192 and 256 rows take for as many keys, in one unit. Measured on an H200 at head_dim 64, full attention of 4 x
+#: 4096: 459, 543 and 557 TFLOP/s, rows of 192 padded by 0.8%.
+_FA3_TILE_TIME = {128: 8, 192: 10, 256: 13}
 #: By bytes per element, times per key of tiles among which a batch chooses, where no tile holds padding. Measured on an H200 at head_dim
 #: 128: 628, 626 and 641 TFLOP/s with 128 keys of 16 bits, 629, 625 and 638 with 160 (full and causal attention of 16384, causal of 4 x
 #: 4096), and shorter rows 3% apart; of fp8 718, 747 and 703 with 128 keys, 806, 795 and 743 with 160, 855, 831 and 757 with 192, and causal
 #: attention of 16 x 1024 544, 545 and 535, padding included.
-_FA3_KEY_TIME = {2: {128: 0.98, 160: 1.0, 176: 1.0}, 1: {128: 1.05, 160: 1.03, 192: 1.0}}
+_FA3_KEY_TIME = {2: {128: 1.01, 160: 1.0}, 1: {128: 1.05, 160: 1.03, 192: 1.0}}
 #: The copy engine's swizzle repeats every 8 rows, so that is the smallest box of a paged cache.
 FA3_LEAST_PAGE = 8
 
@@ -235,10 +236,10 @@ def fa3_smem_bytes(cta_tile_q: int, kv_tile: int, num_stages: int, head_dim_qk: 
     ring = num_stages * kv_tile * (head_dim_qk + head_dim_vo) * kv_itemsize
     if fp8:
         ring += (1 if kv_tile > 160 else num_stages) * kv_tile * head_dim_vo
-    row_buffers = 1 if head_dim_qk > 128 or (not fp8 and kv_tile > 160) else 2 if fp8 or kv_tile > 128 else 3
+    row_buffers = 1 if head_dim_qk > 128 else 2 if fp8 or kv_tile > 128 else 3
     rows = row_buffers * cta_tile_q * max(head_dim_qk * kv_itemsize, head_dim_vo * 2)
     bank = cta_tile_q * head_dim_vo * 2 if fp8 else 0
-    return ring + rows + bank + 1280 + 1024  # control block; alignment to the swizzle's period
+    return ring + rows + bank + 1280 + (cta_tile_q * 8 if fp8 else 0) + 1024  # control block; alignment to the swizzle's period
 
 
 def fa3_box_rows(page_size: int, kv_tile: int) -> int | None:

@@ -77,6 +77,12 @@ struct Consumer {
   __device__ __forceinline__ void release(Barrier ring, unsigned tile) const {
     if (threadIdx.x % kWarpgroupThreads == 0) mbarrier_arrive(shared.barrier(ring + tile % kNumStages));
   }
+  // Maxima are computed before the wait that follows: a store of what depends on all of them cannot sink below it. Nor can a vote.
+  __device__ __forceinline__ void order_before_wait(const RowState& state) const {
+    if constexpr (!kShufflesFirst) return;
+    asm volatile("st.shared.f32 [%0], %1;" ::"r"(smem_address(&shared.control->order[threadIdx.x - kWarpgroupThreads])), "f"(state.max[0] + state.max[1])
+                 : "memory");
+  }
   // The warpgroup's products have ended, and with them its part of a turn that lasts.
   __device__ __forceinline__ void end_products(Logits& s, Output& o) const {
     wgmma_wait<0>();
@@ -86,13 +92,16 @@ struct Consumer {
     release(kVEmpty, count);
   }
   // The softmax of a tile while its warpgroup's product with the values of the tile before runs, and the end of that product. Returns and
-  // gives what update_reference does, whose vote keeps what comes before it there: ptxas would move all of it behind the wait.
+  // gives what update_reference does.
   __device__ __forceinline__ bool softmax_under_product(const ThreadRows& rows, Logits& s, Weights& p, RowState& state, Output& o, float (&rescale)[2]) const {
     if constexpr (!kMaximaFirst) end_products(s, o);
     bool moves = update_reference(params.base, rows, s, state, rescale);
     // For more than two consumers ptxas finds registers in this order only, and moves the wait up all the same.
     if constexpr (kConsumers > 2) exponentiate(params.base, rows, s, state);
-    if constexpr (kMaximaFirst) end_products(s, o);
+    if constexpr (kMaximaFirst) {
+      order_before_wait(state);
+      end_products(s, o);
+    }
     if constexpr (kConsumers == 2) exponentiate(params.base, rows, s, state);
     pack_weights(s, p);
     return moves;

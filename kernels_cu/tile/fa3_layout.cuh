@@ -24,9 +24,9 @@ constexpr int kFirstTurner = kFirstRowsWarp + kRowsWarps, kTurners = 2;
 // Threads that read a published segment: all warps' but the one's that publishes, and those that turn values.
 constexpr int kWorkReaders = (kConsumerWarps + 3 - (kQFp8 ? kTurners : 0)) * 32;
 // Registers of a thread after warpgroups have shared them out anew; together they are at most what the CTA starts with.
-constexpr int kProducerRegisters = kConsumers > 2 ? 32 : kQFp8 || kKvTile > 160 ? 40 : kHeadDimVo <= 64 ? 72 : 56;
+constexpr int kProducerRegisters = kConsumers > 2 ? 32 : kQFp8 ? 40 : kHeadDimVo <= 64 ? 72 : 56;
 constexpr bool kFewRegisters = kProducerRegisters <= 40;
-constexpr int kConsumerRegisters = kConsumers == 4 ? 112 : kConsumers == 3 ? 160 : kQFp8 || kKvTile > 160 ? 232 : kHeadDimVo <= 64 ? 216 : 224;
+constexpr int kConsumerRegisters = kConsumers == 4 ? 112 : kConsumers == 3 ? 160 : kQFp8 ? 232 : kHeadDimVo <= 64 ? 216 : 224;
 
 // Operands of products are 16-bit elements, or e4m3 of queries and cache alike.
 constexpr int kElementBytes = kQFp8 ? 1 : 2;
@@ -47,7 +47,7 @@ constexpr int kOBlocks = kHeadDimVo / kOBlockColumns, kOBytes = kOBlocks * kOBlo
 // A consumer's rows have as many buffers as shared memory has room for: queries arrive in one, and their outputs leave from it. With two
 // or more, products of the next segment begin before those of this one have ended; wider heads finish one segment before the next.
 constexpr int kRowsBytes = kQBytes > kOBytes ? kQBytes : kOBytes;
-constexpr int kQBuffers = kHeadDimQk > 128 || (!kQFp8 && kKvTile > 160) ? 1 : kQFp8 || kKvTile > 128 ? 2 : 3;
+constexpr int kQBuffers = kHeadDimQk > 128 ? 1 : kQFp8 || kKvTile > 128 ? 2 : 3;
 constexpr bool kJoinSegments = kQBuffers > 1;
 // Copies of V are in flight beside its tiles, as many as there is room for.
 constexpr int kCopyStages = kKvTile > 160 ? 1 : kNumStages;
@@ -89,6 +89,7 @@ struct Control {
   QueuedWork works[kWorkSlots];
   Cursor cursor;                  // of the warp that publishes
   KeyBounds copied[kNumStages];   // of the copies of V
+  float order[kQFp8 ? kConsumerThreads : 1];  // written so that maxima come before a wait, never read
   int is_last;
 };
 
@@ -102,7 +103,7 @@ constexpr int kKOffset = 0, kVOffset = kKOffset + kNumStages * kKBytes, kVCopyOf
 constexpr int kQOffset = kVCopyOffset + (kQFp8 ? kCopyStages * kVBytes : 0);
 constexpr int kBankOffset = kQOffset + kConsumers * kQBuffers * kRowsBytes;
 constexpr int kControlOffset = kBankOffset + (kHasBank ? kCtaTileQ * kHeadDimVo * 2 : 0);
-constexpr int kControlBytes = 1280, kAlignmentSlack = 1024;
+constexpr int kControlBytes = 1280 + (kQFp8 ? kCtaTileQ * 8 : 0), kAlignmentSlack = 1024;
 
 static_assert(sizeof(Control) <= kControlBytes, "the control block has outgrown its place");
 static_assert(kSmemBytes == kControlOffset + kControlBytes + kAlignmentSlack, "fa3_smem_bytes in cupyinfer/schedule/tiles.py says otherwise");

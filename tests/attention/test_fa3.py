@@ -103,21 +103,30 @@ def test_parts_are_merged(head_dims: tuple[int, int], keys: int) -> None:
 @pytest.mark.parametrize("changed", [{}, {"window_left": 150}, {"sinks": True}, {"fixed_split_size": 128}, {"scales": "head"}], ids=str)
 @pytest.mark.parametrize("heads", [(8, 2), (10, 2), (3, 3), (14, 2)], ids=str)
 @pytest.mark.parametrize("op", ["paged", "ragged"])
-def test_tiles_of_192_rows(op: str, heads: tuple[int, int], changed: dict[str, Any]) -> None:
-    """Three consumers: groups that divide 192 and groups that do not, last tiles that leave one or two of them without rows."""
+@pytest.mark.parametrize("tile_q", [192, 256])
+def test_tiles_of_many_rows(tile_q: int, op: str, heads: tuple[int, int], changed: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three and four consumers: groups that divide the rows and groups that do not, last tiles that leave some consumers without any."""
+    monkeypatch.setattr("cupyinfer.schedule.planner.fa3_tile_q", lambda tile_qs, count: tile_q)
     page_size = 16 if op == "paged" else 1
     case = Case((1500, 700, 300, 40), (1200, 600, 190, 3), op, heads, (64, 64), page_size, dtype="bfloat16", causal=True, **changed)
-    geometry_rows = [tokens * heads[0] // heads[1] for tokens in case.qo_lens or ()]
-    assert fa3_tile_q((128, 192), lambda tile_q: sum(-(-rows // tile_q) for rows in geometry_rows)) == 192
+    call = Call(case, "fa3")
+    call.plan()
+    assert call.wrapper.plan_info.cta_tile_q == tile_q
     run_case(case, "fa3")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("op", ["paged", "ragged"])
-def test_parts_of_192_rows(op: str) -> None:
-    """Few tiles of many keys, which CTAs share: three consumers write parts, and merge them together."""
+@pytest.mark.parametrize("tile_q", [192, 256])
+def test_parts_of_many_rows(tile_q: int, op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few tiles of many keys, which CTAs share: three or four consumers write parts, and merge them together."""
+    monkeypatch.setattr("cupyinfer.schedule.planner.fa3_tile_q", lambda tile_qs, count: tile_q)
     page_size = 16 if op == "paged" else 1
-    run_case(Case((4096, 3000), (190, 40), op, (4, 1), (64, 64), page_size, dtype="float16", causal=True), "fa3")
+    case = Case((4096, 3000), (190, 40), op, (4, 1), (64, 64), page_size, dtype="float16", causal=True)
+    call = Call(case, "fa3")
+    call.plan()
+    assert call.wrapper.plan_info.cta_tile_q == tile_q and call.wrapper.plan_info.num_merge_groups > 0
+    run_case(case, "fa3")
 
 
 def ragged(lengths: tuple[int, ...], heads: tuple[int, int], seed: int = 0) -> tuple[Any, Any, list[Any]]:
