@@ -31,10 +31,11 @@ _THREE_CTAS_SMEM = 228 * 1024
 _STATIC_SMEM = 384
 
 #: Tiles of the fa3 kernels by (head_dim_qk, head_dim_vo): query rows, a consumer warpgroup per 64, and for each the choices of keys. Two
-#: consumers have 216 to 232 registers a thread, three 160: there a tile's output, logits and packed weights must find room, without a soft
-#: cap or ALiBi, and so there is no 192-row tile for wider 16-bit heads. Of keys the first choice is the most that also leaves two K/V
-#: stages room in 227 KB, a power of two where pages of any power of two would not fit otherwise (at head_dim 256 plain logits would leave
-#: room for 80 keys, capped ones not). Further choices have no registers for a soft cap or ALiBi.
+#: consumers have 216 to 232 registers a thread, three 160, four 112: there a tile's output, logits and packed weights must find room,
+#: without a soft cap or ALiBi, and so there is none of more than 128 rows for wider 16-bit heads. Of keys the first choice is the most
+#: that also leaves two K/V stages room in 227 KB (four consumers have room for 64 only), a power of two where pages of any power of two
+#: would not fit otherwise (at head_dim 256 plain logits would leave room for 80 keys, capped ones not). Further choices have no registers
+#: for a soft cap or ALiBi.
 _FA3_TILES: dict[tuple[int, int], dict[int, tuple[int, ...]]] = {
     (64, 64): {128: (128,), 192: (128,), 256: (64,)},
     (128, 128): {128: (128, 160)},
@@ -50,9 +51,9 @@ FA3_ARCH = "sm_90a"
 #: 4096: 459, 543 and 557 TFLOP/s, rows of 192 padded by 0.8%.
 _FA3_TILE_TIME = {128: 8, 192: 10, 256: 13}
 #: By bytes per element, times per key of tiles among which a batch chooses, where no tile holds padding. Measured on an H200 at head_dim
-#: 128: 628, 626 and 641 TFLOP/s with 128 keys of 16 bits, 629, 625 and 638 with 160 (full and causal attention of 16384, causal of 4 x
-#: 4096), and shorter rows 3% apart; of fp8 718, 747 and 703 with 128 keys, 806, 795 and 743 with 160, 855, 831 and 757 with 192, and causal
-#: attention of 16 x 1024 544, 545 and 535, padding included.
+#: 128, padding included: of 16 bits 653, 653 and 677 TFLOP/s with 128 keys, 666, 663 and 675 with 160 (full and causal attention of 16384,
+#: causal of 4 x 4096), and 666 and 683 on 2048 queries over 32768 keys; of fp8 718, 747 and 703 with 128 keys, 806, 795 and 743 with 160,
+#: 855, 831 and 757 with 192, and causal attention of 16 x 1024 544, 545 and 535.
 _FA3_KEY_TIME = {2: {128: 1.01, 160: 1.0}, 1: {128: 1.05, 160: 1.03, 192: 1.0}}
 #: The copy engine's swizzle repeats every 8 rows, so that is the smallest box of a paged cache.
 FA3_LEAST_PAGE = 8
@@ -224,7 +225,7 @@ def fa3_tile_config(cta_tile_q: int, head_dim_qk: int, head_dim_vo: int, kv_tile
     kv_tile = choices[0] if kv_tile is None else kv_tile
     if kv_tile not in choices:
         raise UnsupportedError(f"kv_tile: got {kv_tile}, fa3 has {', '.join(map(str, choices))} at head_dim {head_dim_qk}")
-    num_stages = 4 if cta_tile_q == 256 else 2
+    num_stages = 4 if cta_tile_q == 256 else 2  # four of 64 keys hold as much as two of 128, and are 1% faster than two
     smem = fa3_smem_bytes(cta_tile_q, kv_tile, num_stages, head_dim_qk, head_dim_vo, kv_itemsize)
     return TileConfig(cta_tile_q, kv_tile, 4 + cta_tile_q // 16, num_stages, smem, 1)
 
@@ -239,7 +240,8 @@ def fa3_smem_bytes(cta_tile_q: int, kv_tile: int, num_stages: int, head_dim_qk: 
     row_buffers = 1 if head_dim_qk > 128 else 2 if fp8 or kv_tile > 128 else 3
     rows = row_buffers * cta_tile_q * max(head_dim_qk * kv_itemsize, head_dim_vo * 2)
     bank = cta_tile_q * head_dim_vo * 2 if fp8 else 0
-    return ring + rows + bank + 1280 + (cta_tile_q * 8 if fp8 else 0) + 1024  # control block; alignment to the swizzle's period
+    control = 1024 + cta_tile_q * 8 if fp8 else 1280
+    return ring + rows + bank + control + 1024  # alignment to the swizzle's period
 
 
 def fa3_box_rows(page_size: int, kv_tile: int) -> int | None:

@@ -103,7 +103,7 @@ constexpr int kKOffset = 0, kVOffset = kKOffset + kNumStages * kKBytes, kVCopyOf
 constexpr int kQOffset = kVCopyOffset + (kQFp8 ? kCopyStages * kVBytes : 0);
 constexpr int kBankOffset = kQOffset + kConsumers * kQBuffers * kRowsBytes;
 constexpr int kControlOffset = kBankOffset + (kHasBank ? kCtaTileQ * kHeadDimVo * 2 : 0);
-constexpr int kControlBytes = 1280 + (kQFp8 ? kCtaTileQ * 8 : 0), kAlignmentSlack = 1024;
+constexpr int kControlBytes = kQFp8 ? 1024 + kCtaTileQ * 8 : 1280, kAlignmentSlack = 1024;
 
 static_assert(sizeof(Control) <= kControlBytes, "the control block has outgrown its place");
 static_assert(kSmemBytes == kControlOffset + kControlBytes + kAlignmentSlack, "fa3_smem_bytes in cupyinfer/schedule/tiles.py says otherwise");

@@ -144,14 +144,20 @@ __device__ __forceinline__ void integer_maxima(const Logits& s, int (&largest)[2
   }
 }
 
-// Whether every reference holds for the logits of a tile, which a warp votes on with what each lane sees: lanes exchange nothing. Where no
-// logit is positive, zero stands for the largest, so a reference far below that is said not to hold.
+// Whether every reference holds for the logits of a tile, which a warp votes on with what each lane sees: lanes exchange nothing. Compared as
+// integers, with zero in place of a largest logit that is negative: so a reference far below that is said not to hold.
 __device__ __forceinline__ bool references_hold(const AttentionParams& params, const ThreadRows& rows, const Logits& s, const RowState& state) {
-  int bits[2];
-  integer_maxima(s, bits);
   bool outgrown = false;
 #pragma unroll
-  for (int r = 0; r < 2; ++r) outgrown |= __int_as_float(max(bits[r], 0)) * exponent_scale(params, rows, r) > state.max[r] + kLargestDepth;
+  for (int r = 0; r < 2; ++r) {
+    int chain[2] = {0, 0};
+#pragma unroll
+    for (int i = r * 2; i < kKvTile / 2; i += 4) {
+      int& value = chain[i / 4 % 2];
+      value = max(max(value, __float_as_int(s[i])), __float_as_int(s[i + 1]));
+    }
+    outgrown |= __int_as_float(max(chain[0], chain[1])) * exponent_scale(params, rows, r) > state.max[r] + kLargestDepth;
+  }
   return !__any_sync(kFullWarp, outgrown);
 }
 

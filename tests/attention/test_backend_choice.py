@@ -173,7 +173,7 @@ def test_a_graph_keeps_its_kernel() -> None:
         ((64,) * 16, 8, {}, 256),
         ((64,) * 16, 2, {}, 128),  # a quarter of a tile of 256 rows
         ((1000, *(3,) * 40), 8, {}, 128),
-        ((2000, *(3,) * 8), 8, {}, 256),
+        ((2000, *(3,) * 8), 8, {}, 192),
         ((64,) * 16, 2, {"disable_split_kv": True}, 256),  # must not look at the batch
         ((1024,) * 16, 8, {"q_data_type": "float8_e4m3fn", "o_data_type": "bfloat16"}, 192),
         ((1024,) * 16, 8, {"logits_soft_cap": 30.0}, 128),

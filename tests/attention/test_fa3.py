@@ -11,7 +11,7 @@ import pytest
 
 import cupyinfer
 from cupyinfer.backends.device import current_device, read_profile
-from cupyinfer.schedule.tiles import FA3_ARCH, FA3_TILES, fa3_tile_q
+from cupyinfer.schedule.tiles import FA3_ARCH, FA3_TILES
 from tests.support.batches import Case
 from tests.support.compare import assert_attention_close
 from tests.support.oracle import AttentionOptions, attention_oracle, e4m3_weights_bound, low_precision_reference
