@@ -161,21 +161,23 @@ class PlanShape:
             value_bytes=values,
         )
 
-    def tile_q(self, geometry: BatchGeometry, limits: BatchLimits | None = None) -> int:
-        """Rows per tile for a batch, or for every batch within `limits`."""
+    def tile_q(self, geometry: BatchGeometry, num_sms: int, limits: BatchLimits | None = None) -> int:
+        """Rows per tile for a batch on a GPU of `num_sms`, or for every batch within `limits`."""
         if self.decode:
             return self._decode_tile_q
         if limits is not None:
-            return self.tile_q_of_limits(limits)
+            return self.tile_q_of_limits(limits, num_sms)
         if self.backend == "fa3":
-            return fa3_tile_q(self.possible_tile_qs, lambda tile_q: count_tiles(geometry, self.group_size, tile_q))
+            return fa3_tile_q(self.possible_tile_qs, lambda tile_q: count_tiles(geometry, self.group_size, tile_q) * self.num_kv_heads, num_sms)
         return choose_tile_q(geometry, self.group_size, self.head_dim_vo, self.invariant)
 
-    def tile_q_of_limits(self, limits: BatchLimits) -> int:
+    def tile_q_of_limits(self, limits: BatchLimits, num_sms: int) -> int:
         """Rows per tile that a CUDA-graph plan uses for every batch within `limits`."""
         if self.backend == "fa3":
             tokens, batch = limits.max_num_qo_tokens, limits.max_batch_size
-            return fa3_tile_q(self.possible_tile_qs, lambda tile_q: most_tiles(tokens, self.group_size, batch, tile_q))
+            return fa3_tile_q(
+                self.possible_tile_qs, lambda tile_q: most_tiles(tokens, self.group_size, batch, tile_q) * self.num_kv_heads, num_sms
+            )
         if self.decode:
             return self._decode_tile_q
         if self.invariant:
@@ -294,7 +296,7 @@ def draft_plan(
         _check_packed_rows(geometry, shape.group_size)
     if graph_limits is not None:
         _check_limits(geometry, graph_limits)
-    tile_q = shape.tile_q(geometry, graph_limits)
+    tile_q = shape.tile_q(geometry, profile.num_sms, graph_limits)
     config, policy, kv_tiles, keys_in_l2 = shape.kernel(tile_q, profile)
     tiles = make_tiles(geometry, shape.group_size, tile_q, config.kv_tile, shape.span, mask_begin)
     cuda_graph = graph_limits is not None

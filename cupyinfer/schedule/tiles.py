@@ -194,11 +194,14 @@ def fa3_tile_qs(head_dim_qk: int, head_dim_vo: int, page_size: int, transforms_l
     return tuple(tile_q for tile_q in rows if fa3_kv_tiles(tile_q, head_dim_qk, head_dim_vo, page_size, transforms_logits, kv_itemsize))
 
 
-def fa3_tile_q(tile_qs: tuple[int, ...], num_tiles: Callable[[int], int]) -> int:
-    """Whichever of `tile_qs` takes least time for a batch that makes `num_tiles(rows)` tiles: taller ones are faster, but pad more."""
+def fa3_tile_q(tile_qs: tuple[int, ...], num_units: Callable[[int], int], num_sms: int) -> int:
+    """Whichever of `tile_qs` takes least time for a batch that makes `num_units(rows)` units of work.
+
+    Taller tiles are faster, but pad more, and where units are fewer than SMs the time is that of one of them.
+    """
     if len(tile_qs) == 1:
         return tile_qs[0]
-    return min(reversed(tile_qs), key=lambda tile_q: num_tiles(tile_q) * _FA3_TILE_TIME[tile_q])
+    return min(reversed(tile_qs), key=lambda tile_q: max(num_units(tile_q), num_sms) * _FA3_TILE_TIME[tile_q])
 
 
 @cache

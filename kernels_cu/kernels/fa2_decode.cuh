@@ -59,7 +59,8 @@ extern "C" __global__ void __launch_bounds__(kNumWarps * 32, 1) attention(const 
     MergeGroup group = load_merge_group(params, segment);
     WarpState state;
     state.clear();
-    for (int key = deal.first_key(segment, warp); key < segment.kv_end; key += kNumWarps * kBlockKeys) {
+    int key = deal.first_key(segment, warp);
+    for (; key < segment.kv_end; key += kNumWarps * kBlockKeys) {
       float logits[kKeyTiles][4];
       unsigned weights[kBlockParts][4];
       at.wait();
@@ -74,6 +75,6 @@ extern "C" __global__ void __launch_bounds__(kNumWarps * 32, 1) attention(const 
       at.advance();
     }
     state.reduce_sums();
-    queue.turn(params, is_last, tile.num_rows, group, state);
+    queue.turn(params, is_last, tile.num_rows, group, BlockDeal::share(segment, key), state);
   } while (!is_last);
 }

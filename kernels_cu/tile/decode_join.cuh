@@ -7,7 +7,7 @@
 
 constexpr int kColumnGroups = kHeadDimVo / 16;
 
-// What the warps leave behind of one segment.
+// What the warps leave behind of one segment, in the order of their shares of it.
 struct JoinSpace {
   // Accumulators of a tile as their thread has them, side by side: the four of rows g and g + 8, or where there are up to 8 rows two.
   float columns[kNumWarps][kColumnGroups * 8 * 32];
@@ -255,7 +255,7 @@ struct JoinQueue {
 
   // Leave this warp's state of the segment behind, and write out the segment whose turn it is: the one before, so that no warp waits, or
   // with one space the same one. With the last segment, all that is left is written.
-  __device__ __forceinline__ void turn(const AttentionParams& params, bool is_last, int num_rows, const MergeGroup& group, const WarpState& state) {
+  __device__ __forceinline__ void turn(const AttentionParams& params, bool is_last, int num_rows, const MergeGroup& group, int share, const WarpState& state) {
     constexpr bool kOneSpace = kJoinSlots == 1;
     int outgoing = kOneSpace ? count : count - 1;
     if (kOneSpace) {
@@ -263,7 +263,7 @@ struct JoinQueue {
     } else if (count > 0) {
       wait(outgoing);
     }
-    leave(num_rows, group, state);
+    leave(num_rows, group, share, state);
     if (outgoing < 0 && is_last) outgoing = count;
     if (outgoing >= 0) {
       do {
@@ -286,20 +286,20 @@ struct JoinQueue {
   // Every thread, for what it wrote and read itself.
   __device__ __forceinline__ void arrive() const { mbarrier_arrive(barriers + count % 2 * 8); }
 
-  __device__ __forceinline__ void leave(int num_rows, const MergeGroup& group, const WarpState& state) const {
+  __device__ __forceinline__ void leave(int num_rows, const MergeGroup& group, int share, const WarpState& state) const {
     JoinSpace& space = spaces[count % kJoinSlots];
     if (num_rows > 8) {
-      float4* columns = reinterpret_cast<float4*>(space.columns[warp]) + lane;
+      float4* columns = reinterpret_cast<float4*>(space.columns[share]) + lane;
 #pragma unroll
       for (int n = 0; n < kOutputTiles; ++n) columns[n * 32] = {state.o[n][0], state.o[n][1], state.o[n][2], state.o[n][3]};
     } else {
-      float2* columns = reinterpret_cast<float2*>(space.columns[warp]) + lane;
+      float2* columns = reinterpret_cast<float2*>(space.columns[share]) + lane;
 #pragma unroll
       for (int n = 0; n < kOutputTiles; ++n) columns[n * 32] = {state.o[n][0], state.o[n][1]};
     }
     if (lane % 4 == 0) {
 #pragma unroll
-      for (int r = 0; r < 2; ++r) space.row_max[lane / 4 + 8 * r][warp] = state.row_max(r), space.row_sum[lane / 4 + 8 * r][warp] = state.row_sum[r];
+      for (int r = 0; r < 2; ++r) space.row_max[lane / 4 + 8 * r][share] = state.row_max(r), space.row_sum[lane / 4 + 8 * r][share] = state.row_sum[r];
     }
     if (threadIdx.x == 0) records[count % kJoinRecords].group = group;
   }

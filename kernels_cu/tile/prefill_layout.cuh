@@ -25,7 +25,7 @@ constexpr int kThreadRows = 2 * kRowTiles;   // rows a thread holds logits and o
 constexpr int kWarpKeys = kKvTile / kNumWarps;
 constexpr unsigned kFullWarp = 0xffffffffu;
 
-constexpr int kQRowBytes = kHeadDimQk * 2, kORowBytes = kHeadDimVo * 2;
+constexpr int kQRowBytes = kHeadDimQk * 2;
 constexpr int kKRowBytes = kHeadDimQk * kKvBytes, kVRowBytes = kHeadDimVo * kKvBytes;
 constexpr int kQBytes = kCtaTileQ * kQRowBytes;
 constexpr int kKBytes = kKvTile * kKRowBytes, kVBytes = kKvTile * kVRowBytes;

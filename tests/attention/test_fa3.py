@@ -106,7 +106,7 @@ def test_parts_are_merged(head_dims: tuple[int, int], keys: int) -> None:
 @pytest.mark.parametrize("tile_q", [192, 256])
 def test_tiles_of_many_rows(tile_q: int, op: str, heads: tuple[int, int], changed: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Three and four consumers: groups that divide the rows and groups that do not, last tiles that leave some consumers without any."""
-    monkeypatch.setattr("cupyinfer.schedule.planner.fa3_tile_q", lambda tile_qs, count: tile_q)
+    monkeypatch.setattr("cupyinfer.schedule.planner.fa3_tile_q", lambda tile_qs, count, num_sms: tile_q)
     page_size = 16 if op == "paged" else 1
     case = Case((1500, 700, 300, 40), (1200, 600, 190, 3), op, heads, (64, 64), page_size, dtype="bfloat16", causal=True, **changed)
     call = Call(case, "fa3")
@@ -120,7 +120,7 @@ def test_tiles_of_many_rows(tile_q: int, op: str, heads: tuple[int, int], change
 @pytest.mark.parametrize("tile_q", [192, 256])
 def test_parts_of_many_rows(tile_q: int, op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Few tiles of many keys, which CTAs share: three or four consumers write parts, and merge them together."""
-    monkeypatch.setattr("cupyinfer.schedule.planner.fa3_tile_q", lambda tile_qs, count: tile_q)
+    monkeypatch.setattr("cupyinfer.schedule.planner.fa3_tile_q", lambda tile_qs, count, num_sms: tile_q)
     page_size = 16 if op == "paged" else 1
     case = Case((4096, 3000), (190, 40), op, (4, 1), (64, 64), page_size, dtype="float16", causal=True)
     call = Call(case, "fa3")
