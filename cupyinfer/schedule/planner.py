@@ -168,7 +168,9 @@ class PlanShape:
         if limits is not None:
             return self.tile_q_of_limits(limits, num_sms)
         if self.backend == "fa3":
-            return fa3_tile_q(self.possible_tile_qs, lambda tile_q: count_tiles(geometry, self.group_size, tile_q) * self.num_kv_heads, num_sms)
+            return fa3_tile_q(
+                self.possible_tile_qs, lambda tile_q: count_tiles(geometry, self.group_size, tile_q) * self.num_kv_heads, num_sms
+            )
         return choose_tile_q(geometry, self.group_size, self.head_dim_vo, self.invariant)
 
     def tile_q_of_limits(self, limits: BatchLimits, num_sms: int) -> int:

@@ -168,12 +168,14 @@ def test_a_graph_keeps_its_kernel() -> None:
     ("qo_lens", "num_qo_heads", "changed", "rows"),
     [
         ((1024,) * 16, 8, {}, 256),
-        ((1000, 37, 210), 10, {}, 256),  # a group of 5 divides no tile
-        ((48,) * 16, 8, {}, 192),  # one full tile of 192 rows, or one and a half of 128
-        ((64,) * 16, 8, {}, 256),
+        ((1000, 37, 210) * 4, 10, {}, 256),  # a group of 5 divides no tile
+        ((48,) * 80, 8, {}, 192),  # one full tile of 192 rows, or one and a half of 128
+        ((64,) * 80, 8, {}, 256),
         ((64,) * 16, 2, {}, 128),  # a quarter of a tile of 256 rows
-        ((1000, *(3,) * 40), 8, {}, 128),
-        ((2000, *(3,) * 8), 8, {}, 192),
+        ((1000, *(3,) * 80), 8, {}, 128),
+        ((2000, *(3,) * 8) * 4, 8, {}, 192),
+        ((512,) * 4, 8, {}, 128),  # 64 units of 256 rows would leave half of the SMs idle
+        ((768,) * 4, 8, {}, 192),
         ((64,) * 16, 2, {"disable_split_kv": True}, 256),  # must not look at the batch
         ((1024,) * 16, 8, {"q_data_type": "float8_e4m3fn", "o_data_type": "bfloat16"}, 192),
         ((1024,) * 16, 8, {"logits_soft_cap": 30.0}, 128),
