@@ -45,7 +45,7 @@ def run_alone(data: Data, backend: str) -> tuple[Any, Any]:
 @pytest.mark.parametrize("op", ["decode", "paged", "ragged"])
 @pytest.mark.parametrize("options", INVARIANT, ids=str)
 def test_neighbours_change_no_bit(options: dict[str, Any], op: str, backend: str) -> None:
-    """One request alone, beside short ones, beside long ones, behind so many that CTAs come to it late, and at another place of the batch."""
+    """One request alone, beside short ones, beside long ones, behind so many that CTAs come to it late, and elsewhere in the batch."""
     common = {**options, "op": op, "heads": (8, 2), "head_dims": (64, 64), "dtype": "bfloat16", "causal": op != "decode"}
 
     def one(kv_len: int, qo_len: int, seed: int) -> Data:
