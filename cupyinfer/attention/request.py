@@ -71,7 +71,7 @@ class AttentionRequest:
         options = self.options
         fp8_needs_gpu = options.fp8_queries and profile is not HOST_PROFILE
         if self.backend == "fa3" or (self.backend == "auto" and profile.arch == FA3_ARCH) or fp8_needs_gpu:
-            tile_q = options.shape.tile_q(self.geometry, self.graph_limits)
+            tile_q = options.shape.tile_q(self.geometry, profile.num_sms, self.graph_limits)
             if choose_backend(self.backend, options, profile.arch, self.values.mask_begin is not None, tile_q) == "fa3":
                 return options.fa3_shape
         return options.shape

@@ -55,7 +55,9 @@ def _layout(counts: RegionCounts) -> tuple[Offsets, tuple[int | None, ...], int,
     """The one description of both workspaces: where regions begin, their bytes (None for an absent one), and where int and float end."""
     num_tiles, num_ctas, num_merge_groups, num_partial_rows, head_dim_vo, num_page_indices, value_bytes = counts
     # Records are multiples of the alignment, and so are rows of partial results.
-    tiles, cta_work, merge_groups = _TILE_BYTES * num_tiles, _CTA_BYTES * num_ctas, _GROUP_BYTES * num_merge_groups
+    tiles, merge_groups = _TILE_BYTES * num_tiles, _GROUP_BYTES * num_merge_groups
+    # Records of the CTAs, and one more for the queue of units that they share.
+    cta_work = _CTA_BYTES * (num_ctas + 1) if num_ctas else 0
     cta_work_at = tiles
     merge_groups_at = cta_work_at + cta_work
     int_bytes = merge_groups_at + merge_groups

@@ -15,6 +15,7 @@ from cupyinfer.schedule.capacity import BatchLimits, capacity_counts
 from cupyinfer.schedule.counting import tuple_new
 from cupyinfer.schedule.geometry import MAX_PACKED_ROWS, MAX_UNITS, BatchGeometry, check_flag, check_heads, store_ints
 from cupyinfer.schedule.layout import RegionCounts, lay_out, measure
+from cupyinfer.schedule.partition import CTA_INTS
 from cupyinfer.schedule.plan_info import DecodePlanInfo, PlanInfo, PrefillPlanInfo
 from cupyinfer.schedule.profile import DeviceProfile
 from cupyinfer.schedule.schedule import Schedule, SplitPolicy, make_schedule, make_split_policy
@@ -160,21 +161,25 @@ class PlanShape:
             value_bytes=values,
         )
 
-    def tile_q(self, geometry: BatchGeometry, limits: BatchLimits | None = None) -> int:
-        """Rows per tile for a batch, or for every batch within `limits`."""
+    def tile_q(self, geometry: BatchGeometry, num_sms: int, limits: BatchLimits | None = None) -> int:
+        """Rows per tile for a batch on a GPU of `num_sms`, or for every batch within `limits`."""
         if self.decode:
             return self._decode_tile_q
         if limits is not None:
-            return self.tile_q_of_limits(limits)
+            return self.tile_q_of_limits(limits, num_sms)
         if self.backend == "fa3":
-            return fa3_tile_q(self.possible_tile_qs, lambda tile_q: count_tiles(geometry, self.group_size, tile_q))
+            return fa3_tile_q(
+                self.possible_tile_qs, lambda tile_q: count_tiles(geometry, self.group_size, tile_q) * self.num_kv_heads, num_sms
+            )
         return choose_tile_q(geometry, self.group_size, self.head_dim_vo, self.invariant)
 
-    def tile_q_of_limits(self, limits: BatchLimits) -> int:
+    def tile_q_of_limits(self, limits: BatchLimits, num_sms: int) -> int:
         """Rows per tile that a CUDA-graph plan uses for every batch within `limits`."""
         if self.backend == "fa3":
             tokens, batch = limits.max_num_qo_tokens, limits.max_batch_size
-            return fa3_tile_q(self.possible_tile_qs, lambda tile_q: most_tiles(tokens, self.group_size, batch, tile_q))
+            return fa3_tile_q(
+                self.possible_tile_qs, lambda tile_q: most_tiles(tokens, self.group_size, batch, tile_q) * self.num_kv_heads, num_sms
+            )
         if self.decode:
             return self._decode_tile_q
         if self.invariant:
@@ -257,7 +262,11 @@ class PlanDraft(NamedTuple):
         """Fill the tile, CTA and merge-group regions of an int workspace, or of a staging copy of it."""
         _, tiles, (cta_work, merge_groups, _), _ = self.schedule
         np.ndarray(tiles.shape, _INT32, records, info.tiles_offset)[:] = tiles
-        np.ndarray(cta_work.shape, _INT32, records, info.cta_work_offset)[:] = cta_work
+        num_ctas = len(cta_work)
+        if num_ctas:
+            ctas = np.ndarray((num_ctas + 1, CTA_INTS), _INT32, records, info.cta_work_offset)
+            ctas[:num_ctas] = cta_work
+            ctas[num_ctas] = 0
         if len(merge_groups):
             np.ndarray(merge_groups.shape, _INT32, records, info.merge_groups_offset)[:] = merge_groups
 
@@ -289,7 +298,7 @@ def draft_plan(
         _check_packed_rows(geometry, shape.group_size)
     if graph_limits is not None:
         _check_limits(geometry, graph_limits)
-    tile_q = shape.tile_q(geometry, graph_limits)
+    tile_q = shape.tile_q(geometry, profile.num_sms, graph_limits)
     config, policy, kv_tiles, keys_in_l2 = shape.kernel(tile_q, profile)
     tiles = make_tiles(geometry, shape.group_size, tile_q, config.kv_tile, shape.span, mask_begin)
     cuda_graph = graph_limits is not None

@@ -31,12 +31,13 @@ _THREE_CTAS_SMEM = 228 * 1024
 _STATIC_SMEM = 384
 
 #: Tiles of the fa3 kernels by (head_dim_qk, head_dim_vo): query rows, a consumer warpgroup per 64, and for each the choices of keys. Two
-#: consumers have 216 to 232 registers a thread, three 160: there a tile's output, logits and packed weights must find room, without a soft
-#: cap or ALiBi, and so there is no 192-row tile for wider 16-bit heads. Of keys the first choice is the most that also leaves two K/V
-#: stages room in 227 KB, a power of two where pages of any power of two would not fit otherwise (at head_dim 256 plain logits would leave
-#: room for 80 keys, capped ones not). Further choices have no registers for a soft cap or ALiBi.
+#: consumers have 216 to 232 registers a thread, three 160, four 112: there a tile's output, logits and packed weights must find room,
+#: without a soft cap or ALiBi, and so there is none of more than 128 rows for wider 16-bit heads. Of keys the first choice is the most
+#: that also leaves two K/V stages room in 227 KB (four consumers have room for 64 only), a power of two where pages of any power of two
+#: would not fit otherwise (at head_dim 256 plain logits would leave room for 80 keys, capped ones not). Further choices have no registers
+#: for a soft cap or ALiBi.
 _FA3_TILES: dict[tuple[int, int], dict[int, tuple[int, ...]]] = {
-    (64, 64): {128: (128,), 192: (128,)},
+    (64, 64): {128: (128,), 192: (128,), 256: (64,)},
     (128, 128): {128: (128, 160)},
     (192, 128): {128: (128,)},
     (256, 256): {128: (64,)},
@@ -44,16 +45,16 @@ _FA3_TILES: dict[tuple[int, int], dict[int, tuple[int, ...]]] = {
 #: The same by bytes per element. fp8 packs four weights to a register, and its keys take half the room, but it has rings of values as
 #: copied and as turned, and a bank of outputs (fa3_fp8_bank.cuh): at head_dim 128 tiles of 192 keys fill both. Those of 160 are a little
 #: slower, but fit pages that the others do not.
-FA3_TILES = {2: _FA3_TILES, 1: _FA3_TILES | {(128, 128): {128: (128, 160, 192)}}}
+FA3_TILES = {2: _FA3_TILES, 1: _FA3_TILES | {(64, 64): {128: (128,), 192: (128,)}, (128, 128): {128: (128, 160, 192)}}}
 FA3_ARCH = "sm_90a"
-#: Times that tiles of 128 and 192 rows take for as many keys, in one unit. Measured on an H200 at head_dim 64: 418 and 503 TFLOP/s.
-_FA3_TILE_TIME = {128: 4, 192: 5}
-_FA3_STAGES = 2
+#: Times that tiles of 128, 192 and 256 rows take for as many keys, in one unit. Measured on an H200 at head_dim 64, full attention of 4 x
+#: 4096: 459, 543 and 557 TFLOP/s, rows of 192 padded by 0.8%.
+_FA3_TILE_TIME = {128: 8, 192: 10, 256: 13}
 #: By bytes per element, times per key of tiles among which a batch chooses, where no tile holds padding. Measured on an H200 at head_dim
-#: 128: 628, 626 and 641 TFLOP/s with 128 keys of 16 bits, 629, 625 and 638 with 160 (full and causal attention of 16384, causal of 4 x
-#: 4096), and shorter rows 3% apart; of fp8 718, 747 and 703 with 128 keys, 806, 795 and 743 with 160, 855, 831 and 757 with 192, and causal
-#: attention of 16 x 1024 544, 545 and 535, padding included.
-_FA3_KEY_TIME = {2: {128: 0.98, 160: 1.0}, 1: {128: 1.05, 160: 1.03, 192: 1.0}}
+#: 128, padding included: of 16 bits 653, 653 and 677 TFLOP/s with 128 keys, 666, 663 and 675 with 160 (full and causal attention of 16384,
+#: causal of 4 x 4096), and 666 and 683 on 2048 queries over 32768 keys; of fp8 718, 747 and 703 with 128 keys, 806, 795 and 743 with 160,
+#: 855, 831 and 757 with 192, and causal attention of 16 x 1024 544, 545 and 535.
+_FA3_KEY_TIME = {2: {128: 1.01, 160: 1.0}, 1: {128: 1.05, 160: 1.03, 192: 1.0}}
 #: The copy engine's swizzle repeats every 8 rows, so that is the smallest box of a paged cache.
 FA3_LEAST_PAGE = 8
 
@@ -193,11 +194,14 @@ def fa3_tile_qs(head_dim_qk: int, head_dim_vo: int, page_size: int, transforms_l
     return tuple(tile_q for tile_q in rows if fa3_kv_tiles(tile_q, head_dim_qk, head_dim_vo, page_size, transforms_logits, kv_itemsize))
 
 
-def fa3_tile_q(tile_qs: tuple[int, ...], num_tiles: Callable[[int], int]) -> int:
-    """Whichever of `tile_qs` takes least time for a batch that makes `num_tiles(rows)` tiles: taller ones are faster, but pad more."""
+def fa3_tile_q(tile_qs: tuple[int, ...], num_units: Callable[[int], int], num_sms: int) -> int:
+    """Whichever of `tile_qs` takes least time for a batch that makes `num_units(rows)` units of work.
+
+    Taller tiles are faster, but pad more, and where units are fewer than SMs the time is that of one of them.
+    """
     if len(tile_qs) == 1:
         return tile_qs[0]
-    return min(reversed(tile_qs), key=lambda tile_q: num_tiles(tile_q) * _FA3_TILE_TIME[tile_q])
+    return min(reversed(tile_qs), key=lambda tile_q: max(num_units(tile_q), num_sms) * _FA3_TILE_TIME[tile_q])
 
 
 @cache
@@ -224,8 +228,9 @@ def fa3_tile_config(cta_tile_q: int, head_dim_qk: int, head_dim_vo: int, kv_tile
     kv_tile = choices[0] if kv_tile is None else kv_tile
     if kv_tile not in choices:
         raise UnsupportedError(f"kv_tile: got {kv_tile}, fa3 has {', '.join(map(str, choices))} at head_dim {head_dim_qk}")
-    smem = fa3_smem_bytes(cta_tile_q, kv_tile, _FA3_STAGES, head_dim_qk, head_dim_vo, kv_itemsize)
-    return TileConfig(cta_tile_q, kv_tile, 4 + cta_tile_q // 16, _FA3_STAGES, smem, 1)
+    num_stages = 4 if cta_tile_q == 256 else 2  # four of 64 keys hold as much as two of 128, and are 1% faster than two
+    smem = fa3_smem_bytes(cta_tile_q, kv_tile, num_stages, head_dim_qk, head_dim_vo, kv_itemsize)
+    return TileConfig(cta_tile_q, kv_tile, 4 + cta_tile_q // 16, num_stages, smem, 1)
 
 
 def fa3_smem_bytes(cta_tile_q: int, kv_tile: int, num_stages: int, head_dim_qk: int, head_dim_vo: int, kv_itemsize: int = 2) -> int:
@@ -238,7 +243,8 @@ def fa3_smem_bytes(cta_tile_q: int, kv_tile: int, num_stages: int, head_dim_qk: 
     row_buffers = 1 if head_dim_qk > 128 else 2 if fp8 or kv_tile > 128 else 3
     rows = row_buffers * cta_tile_q * max(head_dim_qk * kv_itemsize, head_dim_vo * 2)
     bank = cta_tile_q * head_dim_vo * 2 if fp8 else 0
-    return ring + rows + bank + 1024 + cta_tile_q * 8 + 1024  # control block; alignment to the swizzle's period
+    control = 1024 + cta_tile_q * 8 if fp8 else 1280
+    return ring + rows + bank + control + 1024  # alignment to the swizzle's period
 
 
 def fa3_box_rows(page_size: int, kv_tile: int) -> int | None:

@@ -48,34 +48,33 @@ extern "C" __global__ void __launch_bounds__(kNumWarps * 32, 1) attention(const 
   RingPosition at(ring);
   WorkCursor<false> cursor(params);
   BlockDeal deal;
-  bool has_segment;
+  bool is_last;
   do {
     Tile tile;
     Segment segment;
-    MergeGroup group;
+    if (!cursor.next(params, tile, segment)) break;
+    is_last = !cursor.has_more();
+    queue.begin(tile, segment);
+    RowGroup rows(params, tile, segment, lane, query_space, turns);
+    MergeGroup group = load_merge_group(params, segment);
     WarpState state;
-    has_segment = cursor.next(params, tile, segment);
-    if (has_segment) {
-      queue.begin(tile, segment);
-      RowGroup rows(params, tile, segment, lane, query_space, turns);
-      group = load_merge_group(params, segment);
-      state.clear();
-      for (int key = deal.first_key(segment, warp); key < segment.kv_end; key += kNumWarps * kBlockKeys) {
-        float logits[kKeyTiles][4];
-        unsigned weights[kBlockParts][4];
-        at.wait();
-        loader.load_half<false>(params, kKeysFollowKeys, at.behind());
-        rows.multiply_keys(at.slot, key, lane, logits);
-        rows.finish_logits(params, tile, key, lane, logits);
-        state.absorb(logits, rows.scale, tile.num_rows, weights);
-        at.advance();
-        at.wait();
-        loader.load_half<false>(params, !kKeysFollowKeys, at.behind());
-        accumulate_values(state, weights, at.slot, lane);
-        at.advance();
-      }
-      state.reduce_sums();
+    state.clear();
+    int key = deal.first_key(segment, warp);
+    for (; key < segment.kv_end; key += kNumWarps * kBlockKeys) {
+      float logits[kKeyTiles][4];
+      unsigned weights[kBlockParts][4];
+      at.wait();
+      loader.load_half<false>(params, kKeysFollowKeys, at.behind());
+      rows.multiply_keys(at.slot, key, lane, logits);
+      rows.finish_logits(params, tile, key, lane, logits);
+      state.absorb(logits, rows.scale, tile.num_rows, weights);
+      at.advance();
+      at.wait();
+      loader.load_half<false>(params, !kKeysFollowKeys, at.behind());
+      accumulate_values(state, weights, at.slot, lane);
+      at.advance();
     }
-    queue.turn(params, has_segment, tile.num_rows, group, state);
-  } while (has_segment);
+    state.reduce_sums();
+    queue.turn(params, is_last, tile.num_rows, group, BlockDeal::share(segment, key), state);
+  } while (!is_last);
 }

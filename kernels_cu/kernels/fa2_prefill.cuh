@@ -71,9 +71,7 @@ __device__ __forceinline__ void attend(const AttentionParams& params, const Work
   __syncthreads();
 }
 
-using Cursor = WorkCursor<kKeysAhead, false, kKeysAhead>;
-// Queries leave for shared memory before the barrier between two segments, where there are registers for it.
-constexpr bool kEarlyQueries = kKeysAhead || kThreeCtas;
+using Cursor = WorkCursor<kKeysAhead, false, kKeysAhead, true>;
 
 extern "C" __global__ void __launch_bounds__(kNumWarps * 32, kThreeCtas ? 3 : 2) attention(const __grid_constant__ AttentionParams params) {
   extern __shared__ __align__(128) unsigned char smem[];
@@ -93,6 +91,8 @@ extern "C" __global__ void __launch_bounds__(kNumWarps * 32, kThreeCtas ? 3 : 2)
   if constexpr (kRope) fill_rope_turns(params, turns);
   __syncthreads();
   if (!following.valid) return;
+  int from_queue = 0;
+  if constexpr (kEarlyQueries) from_queue = threadIdx.x == 0 ? cursor.take_from_queue(params) : 0;
   KvPipeline kv{smem_address(smem) + kQBytes};
   kv.begin(params, following);
   if constexpr (kEarlyQueries) {
@@ -110,7 +110,10 @@ extern "C" __global__ void __launch_bounds__(kNumWarps * 32, kThreeCtas ? 3 : 2)
     }
     // What the cursor copied came with the keys.
     if constexpr (kKeysAhead) cp_async_wait<0>();
-    if (recompute_from(threadIdx.x) == 0) following.valid = cursor.next(params, following.tile, following.segment);
+    if (recompute_from(threadIdx.x) == 0) {
+      if constexpr (!kEarlyQueries) from_queue = cursor.take_from_queue(params);
+      following.valid = cursor.next(params, following.tile, following.segment, from_queue);
+    }
     if (lane_idx() == 0) spans[warp_idx()].set(params, work);
     cp_async_wait<0>();
     __syncwarp();
@@ -125,20 +128,22 @@ extern "C" __global__ void __launch_bounds__(kNumWarps * 32, kThreeCtas ? 3 : 2)
       attend_keys_ahead<false>(params, work, kv, span, smem, logit_scales, state, o);
     }
     MergeGroup group = load_merge_group(params, work.segment);
-    // The next segment's first tile travels while this one's rows are written.
-    if (following.valid) kv.begin(params, following);
+    // The next segment's first tile travels while this one's rows are written, and so do its queries, into rows that only this warp reads.
+    if (following.valid) {
+      kv.begin(params, following);
+      if constexpr (kEarlyQueries) {
+        load_q_tile(params, following, smem, turns, logit_scales);
+        cp_async_commit();
+      }
+    }
+    if constexpr (kEarlyQueries) from_queue = recompute_from(threadIdx.x) == 0 ? cursor.take_from_queue(params) : 0;
     if (work.segment.group < 0) {
-      write_direct(params, work, o, state, smem);
+      write_direct(params, work, o, state);
     } else {
       write_part(params, work, group, o, state);
       finish_part_of_group(params, work.tile, work.segment, group, &is_last);
     }
     if (!following.valid) return;
-    // So do its queries, into rows that only this warp reads.
-    if constexpr (kEarlyQueries) {
-      load_q_tile(params, following, smem, turns, logit_scales);
-      cp_async_commit();
-    }
     // Every warp is done with this segment's record and its parts.
     __syncthreads();
   }

@@ -23,7 +23,7 @@ extern "C" __global__ void __launch_bounds__(kCtaThreads, 1) attention(const __g
     if (warp == kKWarp) {
       produce_k(params, shared);
     } else if (kQFp8 && warp >= kFirstTurner) {
-      if constexpr (kQFp8) turn_all_values(shared, warp - kFirstTurner);
+      if constexpr (kQFp8) turn_all_values(shared);
     } else if (!kQFp8 && warp == kVWarp) {
       produce_v(params, shared);
     } else {

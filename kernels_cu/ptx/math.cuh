@@ -12,10 +12,24 @@ __device__ __forceinline__ float ex2(float x) {
   return y;
 }
 
+// Of a normal number, with an error of at most its last bit, and without the branch that an exact division takes.
+__device__ __forceinline__ float reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 __device__ __forceinline__ float lg2(float x) {
   float y;
   asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
+}
+
+// The greater ones of two pairs of bfloat16.
+__device__ __forceinline__ unsigned max_bf16_pair(unsigned a, unsigned b) {
+  unsigned pair;
+  asm("max.bf16x2 %0, %1, %2;" : "=r"(pair) : "r"(a), "r"(b));
+  return pair;
 }
 
 // row_max + log2(row_sum), for a positive sum. The sum's exponent is added to the maximum first, both being exact or nearly so, and only

@@ -14,9 +14,10 @@ __device__ __forceinline__ constexpr unsigned long long wgmma_descriptor_base(un
 }
 
 // `smem` is the same for all lanes, and is made so for ptxas too: from the descriptors of a whole batch in plain registers it would move
-// each one to uniform registers between the products, five instructions for every one.
+// each one to uniform registers between the products, five instructions for every one. What is shuffled is the low word as it will be: the
+// uniform datapath is slow, and products wait for it.
 __device__ __forceinline__ unsigned long long wgmma_descriptor(unsigned long long base, unsigned smem) {
-  return base | (__shfl_sync(0xffffffffu, smem, 0) & 0x3ffff) >> 4;
+  return base >> 32 << 32 | __shfl_sync(0xffffffffu, static_cast<unsigned>(base) | (smem & 0x3ffff) >> 4, 0);
 }
 
 // Before the first product of a batch, and after touching registers that it reads or writes.

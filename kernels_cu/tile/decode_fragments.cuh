@@ -3,6 +3,7 @@
 #pragma once
 
 #include "ptx/convert.cuh"
+#include "ptx/math.cuh"
 #include "ptx/mma.cuh"
 #include "tile/decode_ring.cuh"
 #include "tile/rope.cuh"
@@ -106,11 +107,19 @@ __device__ __forceinline__ void query_to_half(const Row (&row)[2], const float2*
   for (int r = 0; r < 2; ++r) {
     if (r == 1 && num_rows <= 8) continue;
     float largest = 0.f;
+    // Of wide heads, element by element takes fewer registers.
+    if constexpr (kPosEncoding == PosEncoding::kRopeLlama || kHeadDimQk > 128) {
 #pragma unroll
-    for (int i = 0; i < 2 * kPairSteps; ++i) {
-      float x[4];
-      query_values(row[r], turns, lane, i / 2, i % 2, q[i / 2][r + i % 2 * 2], q[i / 2 + kPairSteps][r + i % 2 * 2], x);
-      largest = fmaxf(largest, fmaxf(fmaxf(fabsf(x[0]), fabsf(x[1])), fmaxf(fabsf(x[2]), fabsf(x[3]))));
+      for (int i = 0; i < 2 * kPairSteps; ++i) {
+        float x[4];
+        query_values(row[r], turns, lane, i / 2, i % 2, q[i / 2][r + i % 2 * 2], q[i / 2 + kPairSteps][r + i % 2 * 2], x);
+        largest = fmaxf(largest, fmaxf(fmaxf(fabsf(x[0]), fabsf(x[1])), fmaxf(fabsf(x[2]), fabsf(x[3]))));
+      }
+    } else {
+      unsigned pair = 0u;
+#pragma unroll
+      for (int i = 0; i < 2 * kQkSteps; ++i) pair = max_bf16_pair(pair, q[i / 2][r + i % 2 * 2] & 0x7fff7fffu);
+      largest = fmaxf(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
     }
     largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
     largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));

@@ -7,11 +7,12 @@
 
 constexpr int kColumnGroups = kHeadDimVo / 16;
 
-// What the warps leave behind of one segment. A thread's columns lie 32 words apart: a warp's access is one row of banks.
+// What the warps leave behind of one segment, in the order of their shares of it.
 struct JoinSpace {
-  float columns[kNumWarps][kColumnGroups * 8][32];
-  float row_max[kNumWarps][16];
-  float row_sum[kNumWarps][16];
+  // Accumulators of a tile as their thread has them, side by side: the four of rows g and g + 8, or where there are up to 8 rows two.
+  float columns[kNumWarps][kColumnGroups * 8 * 32];
+  float row_max[16][kNumWarps];
+  float row_sum[16][kNumWarps];
 };
 
 // One segment on its way out, in static shared memory.
@@ -28,21 +29,37 @@ __device__ __forceinline__ int kept_here(int value) {
   return value;
 }
 
+// What all warps say of one row, in as few loads as there can be.
+__device__ __forceinline__ void load_of_warps(const float (&source)[kNumWarps], float (&values)[kNumWarps]) {
+  constexpr int kAtOnce = kNumWarps < 4 ? kNumWarps : 4;
+  struct alignas(4 * kAtOnce) Some {
+    float values[kAtOnce];
+  };
+#pragma unroll
+  for (int i = 0; i < kNumWarps / kAtOnce; ++i) {
+    Some some = reinterpret_cast<const Some*>(source)[i];
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) values[i * kAtOnce + j] = some.values[j];
+  }
+}
+
 // One row over all warps: how much each warp counts, and how the row finishes.
 struct JoinedRow {
   float weight[kNumWarps];
   RowFinish finish;
 
-  __device__ __forceinline__ JoinedRow(const AttentionParams& params, const JoinRecord& record, const JoinSpace& space, int row_in_tile) {
-    float joint_max = neg_inf();
+  __device__ __forceinline__ void join(const AttentionParams& params, const JoinRecord& record, const JoinSpace& space, int row_in_tile) {
+    float row_sum[kNumWarps], joint_max = neg_inf();
+    load_of_warps(space.row_max[row_in_tile], weight);
+    load_of_warps(space.row_sum[row_in_tile], row_sum);
 #pragma unroll
-    for (int w = 0; w < kNumWarps; ++w) joint_max = fmaxf(joint_max, weight[w] = space.row_max[w][row_in_tile]);
+    for (int w = 0; w < kNumWarps; ++w) joint_max = fmaxf(joint_max, weight[w]);
     float reference = joint_max == neg_inf() ? 0.f : joint_max;
     float joint_sum = 0.f;
 #pragma unroll
     for (int w = 0; w < kNumWarps; ++w) {
       weight[w] = ex2(weight[w] - reference);
-      joint_sum += space.row_sum[w][row_in_tile] * weight[w];
+      joint_sum += row_sum[w] * weight[w];
     }
     int kv_head = record.segment.kv_head;
     finish = record.segment.group < 0 && row_in_tile < record.tile.num_rows
@@ -87,39 +104,57 @@ __device__ __forceinline__ void transform_columns(const AttentionParams& params,
   }
 }
 
-// Sum the columns over the warps, in order, and write them: each warp takes every kNumWarps-th group of 16.
+// 16 neighbouring columns of the thread's rows, summed over the warps in order, finished and written.
+template <int kRows>
+__device__ __forceinline__ void write_group(const AttentionParams& params, const JoinRecord& record, const JoinSpace& space,
+                                            const JoinedRow (&joined)[kRows], int group, int lane) {
+  struct alignas(8 * kRows) Accumulators {
+    float of_row[kRows][2];
+  };
+  float columns[kRows][2][2] = {};
+#pragma unroll
+  for (int w = 0; w < kNumWarps; ++w) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      Accumulators left = reinterpret_cast<const Accumulators*>(space.columns[w])[(2 * group + half) * 32 + lane];
+#pragma unroll
+      for (int i = 0; i < 2 * kRows; ++i) columns[i / 2][half][i % 2] += left.of_row[i / 2][i % 2] * joined[i / 2].weight[w];
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    int row_in_tile = lane / 4 + 8 * r;
+#pragma unroll
+    for (int j = 0; j < 2; ++j) columns[r][0][j] *= joined[r].finish.scale, columns[r][1][j] *= joined[r].finish.scale;
+    if constexpr (kUserOutput) transform_columns(params, record, row_in_tile, group, lane % 4, columns[r]);
+    if (row_in_tile < record.tile.num_rows) write_columns(params, record, row_in_tile, group, lane % 4, columns[r][0], columns[r][1]);
+  }
+}
+
+// Write the result of all warps: each warp takes every kNumWarps-th group of 16 columns. `kRows` is 2 where the tile has more than 8 rows.
+template <int kRows>
 __device__ __forceinline__ void write_joined(const AttentionParams& params, const JoinRecord& record, const JoinSpace& space, int warp, int lane) {
   lane = kept_here(lane);
-  int c = lane % 4;
-  bool is_part = record.segment.group >= 0;
-  // One body for rows g and rows g + 8: instructions are fetched from memory too, and this end of a segment is run once.
+  JoinedRow joined[kRows];
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) joined[r].join(params, record, space, lane / 4 + 8 * r);
+  if constexpr (kColumnGroups <= kNumWarps) {
+    // Outside of any loop the columns are on their way while the rows' weights are computed.
+    write_group(params, record, space, joined, warp, lane);
+  } else {
 #pragma unroll 1
-  for (int r = 0; 8 * r < record.tile.num_rows; ++r) {
+    for (int group = warp; group < kColumnGroups; group += kNumWarps) write_group(params, record, space, joined, group, lane);
+  }
+  if (lane % 4 != 0) return;
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
     int row_in_tile = lane / 4 + 8 * r;
-    bool exists = row_in_tile < record.tile.num_rows;
-    JoinedRow joined(params, record, space, row_in_tile);
-#pragma unroll 1
-    for (int group = warp; group < kColumnGroups; group += kNumWarps) {
-      float columns[2][2] = {};
-#pragma unroll
-      for (int w = 0; w < kNumWarps; ++w) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-#pragma unroll
-          for (int j = 0; j < 2; ++j) columns[half][j] += space.columns[w][group * 8 + half * 4 + 2 * r + j][lane] * joined.weight[w];
-        }
-      }
-#pragma unroll
-      for (int j = 0; j < 2; ++j) columns[0][j] *= joined.finish.scale, columns[1][j] *= joined.finish.scale;
-      if constexpr (kUserOutput) transform_columns(params, record, row_in_tile, group, c, columns);
-      if (exists) write_columns(params, record, row_in_tile, group, c, columns[0], columns[1]);
-    }
-    if (c != 0 || !exists) continue;
+    if (row_in_tile >= record.tile.num_rows) return;
     // Every warp stores the log-sum-exps of a part: they must arrive with its columns.
-    if (is_part) {
-      params.partial_lse[part_row(record.group, record.tile, record.segment) + row_in_tile] = joined.finish.lse;
+    if (record.segment.group >= 0) {
+      params.partial_lse[part_row(record.group, record.tile, record.segment) + row_in_tile] = joined[r].finish.lse;
     } else if (warp == 0) {
-      store_lse(params, record.tile, make_row(params, record.tile, record.segment.kv_head, row_in_tile), joined.finish.lse);
+      store_lse(params, record.tile, make_row(params, record.tile, record.segment.kv_head, row_in_tile), joined[r].finish.lse);
     }
   }
 }
@@ -197,8 +232,9 @@ __device__ __forceinline__ void merge_joined(const AttentionParams& params, cons
 // Records in use at a time: a warp looks at segment n's last when it writes segment n + 1, and may be one segment behind another.
 constexpr int kJoinRecords = 4;
 
-// The segments of a CTA on their way out. The barrier of segment n ends a phase when every warp has left its state there. With two
-// spaces a warp writes segment n - 1 before it arrives there for n, so that the phase also says that the other space is free.
+// The segments of a CTA on their way out. The barrier of segment n ends a phase when every warp has left its state there: with two
+// spaces, for all but the last segment. A warp writes segment n - 1 before it arrives there for n, so that the phase also says that the
+// other space is free.
 // Each warp announces and merges its own columns of a merge group, with a counter of its own: no warp waits for another's stores.
 struct JoinQueue {
   JoinSpace* spaces;
@@ -217,27 +253,30 @@ struct JoinQueue {
     if (threadIdx.x == 0) records[count % kJoinRecords].tile = tile, records[count % kJoinRecords].segment = segment;
   }
 
-  // Leave this warp's state of the segment behind, if there is one, and write out the segment whose turn it is: the one before, so
-  // that no warp waits, or with one space the same one. Without a segment, all that is left is written.
-  __device__ __forceinline__ void turn(const AttentionParams& params, bool has_segment, int num_rows, const MergeGroup& group, const WarpState& state) {
+  // Leave this warp's state of the segment behind, and write out the segment whose turn it is: the one before, so that no warp waits, or
+  // with one space the same one. With the last segment, all that is left is written.
+  __device__ __forceinline__ void turn(const AttentionParams& params, bool is_last, int num_rows, const MergeGroup& group, int share, const WarpState& state) {
     constexpr bool kOneSpace = kJoinSlots == 1;
     int outgoing = kOneSpace ? count : count - 1;
-    bool has_outgoing = kOneSpace ? has_segment : count > 0;
-    if (!kOneSpace && has_outgoing) wait(outgoing);
-    if (has_segment) {
-      if (kOneSpace) __syncthreads();  // the only space may still be read
-      leave(num_rows, group, state);
-      if (kOneSpace) arrive(), wait(outgoing);
+    if (kOneSpace) {
+      __syncthreads();  // the only space may still be read
+    } else if (count > 0) {
+      wait(outgoing);
     }
-    int announced = outgoing - 1;
-    do {
-      merge_if_last(params, announced);
-      if (!has_outgoing) break;
-      write(params, outgoing);
-      announced = outgoing;
-      has_outgoing = false;
-    } while (!has_segment);
-    if (!kOneSpace && has_segment) arrive();
+    leave(num_rows, group, share, state);
+    if (outgoing < 0 && is_last) outgoing = count;
+    if (outgoing >= 0) {
+      do {
+        // The count of a part comes back while its warp goes on, so it is looked at one turn later.
+        merge_if_last(params, outgoing - 1);
+        if (outgoing > count) break;
+        // There is nothing to go on with but this segment: wait until every warp has left it behind.
+        if (outgoing == count) __syncthreads();
+        write(params, outgoing);
+        ++outgoing;
+      } while (is_last);
+    }
+    if (!kOneSpace && !is_last) arrive();
     ++count;
   }
 
@@ -247,18 +286,20 @@ struct JoinQueue {
   // Every thread, for what it wrote and read itself.
   __device__ __forceinline__ void arrive() const { mbarrier_arrive(barriers + count % 2 * 8); }
 
-  __device__ __forceinline__ void leave(int num_rows, const MergeGroup& group, const WarpState& state) const {
+  __device__ __forceinline__ void leave(int num_rows, const MergeGroup& group, int share, const WarpState& state) const {
     JoinSpace& space = spaces[count % kJoinSlots];
+    if (num_rows > 8) {
+      float4* columns = reinterpret_cast<float4*>(space.columns[share]) + lane;
 #pragma unroll
-    for (int n = 0; n < kOutputTiles; ++n) {
+      for (int n = 0; n < kOutputTiles; ++n) columns[n * 32] = {state.o[n][0], state.o[n][1], state.o[n][2], state.o[n][3]};
+    } else {
+      float2* columns = reinterpret_cast<float2*>(space.columns[share]) + lane;
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        if (j < 2 || num_rows > 8) space.columns[warp][n * 4 + j][lane] = state.o[n][j];
-      }
+      for (int n = 0; n < kOutputTiles; ++n) columns[n * 32] = {state.o[n][0], state.o[n][1]};
     }
     if (lane % 4 == 0) {
 #pragma unroll
-      for (int r = 0; r < 2; ++r) space.row_max[warp][lane / 4 + 8 * r] = state.row_max[r], space.row_sum[warp][lane / 4 + 8 * r] = state.row_sum[r];
+      for (int r = 0; r < 2; ++r) space.row_max[lane / 4 + 8 * r][share] = state.row_max(r), space.row_sum[lane / 4 + 8 * r][share] = state.row_sum[r];
     }
     if (threadIdx.x == 0) records[count % kJoinRecords].group = group;
   }
@@ -267,7 +308,12 @@ struct JoinQueue {
   __device__ __forceinline__ void write(const AttentionParams& params, int n) {
     if (warp >= kColumnGroups) return;
     const JoinRecord& record = records[static_cast<unsigned>(n) % kJoinRecords];
-    write_joined(params, record, spaces[static_cast<unsigned>(n) % kJoinSlots], warp, lane);
+    const JoinSpace& space = spaces[static_cast<unsigned>(n) % kJoinSlots];
+    if (record.tile.num_rows > 8) {
+      write_joined<2>(params, record, space, warp, lane);
+    } else {
+      write_joined<1>(params, record, space, warp, lane);
+    }
     if (record.segment.group < 0) return;
     __syncwarp();
     if (lane == 0) arrived_before = atomic_increment_acq_rel(arrival_counter(params, record.segment, warp));

@@ -10,6 +10,9 @@ constexpr bool kQueryInSmem = kHeadDimQk > 128;
 // Nor for the fragments of many k-steps at a time.
 constexpr int kStepsAtOnce = !kQueryInSmem ? kQkSteps : kPosEncoding == PosEncoding::kRopeLlama ? 1 : 2;
 
+// Products of 16 keys are two chains, in which each waits for the one before. Where there are registers, even and odd k-steps make four.
+constexpr bool kSplitsSteps = kKeyTiles == 2 && !kQueryInSmem;
+
 // Logits that are nothing but scaled products stay unscaled, and the exponent's own multiplication scales them. Scales are positive, so
 // the greatest product is the greatest logit; a product of scales that underflows is kept from 0, by which a hidden logit, minus
 // infinity, would become no number.
@@ -97,11 +100,16 @@ struct RowGroup {
         multiply_step(step + kQkSteps / 2, high, logits);
       }
     } else {
+      float odd[kKeyTiles][4] = {};
 #pragma unroll kStepsAtOnce
       for (int step = 0; step < kQkSteps; ++step) {
         unsigned b[kKeyTiles][2];
         load_keys(lane_rows, step, b);
-        multiply_step(step, b, logits);
+        multiply_step(step, b, kSplitsSteps && step % 2 == 1 ? odd : logits);
+      }
+      if constexpr (kSplitsSteps) {
+#pragma unroll
+        for (int i = 0; i < 4 * kKeyTiles; ++i) logits[i / 4][i % 4] += odd[i / 4][i % 4];
       }
     }
   }

@@ -34,6 +34,12 @@ struct BlockDeal {
     num_dealt += (segment.kv_end - segment.kv_begin + kBlockKeys - 1) / kBlockKeys;
     return key;
   }
+
+  // Which of the segment's first kNumWarps blocks began the share of the warp that has `key`. Shares are joined in that order, so that a
+  // result does not depend on what else its CTA has done.
+  static __device__ __forceinline__ int share(const Segment& segment, int key) {
+    return static_cast<unsigned>(key - segment.kv_begin) / kBlockKeys % kNumWarps;
+  }
 };
 
 // `row_of_key` is the row of the block's key `lane % kBlockKeys`. Keys that no row sees, whose bits in `seen` are 0, become zeros.
@@ -174,8 +180,7 @@ struct BlockLoader {
       }
       key = deal.first_key(segment, warp);
       if constexpr (kKeepsRows) k_rows = first_row<true>(params), v_rows = first_row<false>(params);
-      // To start with, the query comes no later than the first keys.
-      if (!kStart && warp == 0) prefetch_query(params);
+      if (warp == 0) prefetch_query(params);
     }
     int own_key = by_part ? key : key + lane % kBlockKeys;
     if (!by_part && !is_seen(own_key)) return;

@@ -6,16 +6,20 @@
 #include "tile/fa3_fp8_bank.cuh"
 #include "tile/fa3_output.cuh"
 
-// Warpgroups take turns to issue products, so that one's softmax runs under the other's. Wide heads have enough products of their own.
-constexpr bool kTakeTurns = kHeadDimVo <= 128;
+// Two warpgroups take turns to issue products, so that one's softmax runs under the other's. Wide heads have enough products of their own,
+// and among more warpgroups some is always at its products: measured on an H200 at head_dim 64, 541 TFLOP/s against 527 with four. fp8
+// products are too short for that.
+constexpr bool kTakeTurns = kHeadDimVo <= 128 && (kConsumers == 2 || kQFp8);
 // Whether a turn lasts until its products are done, rather than issued. fp8 ones are so short that warpgroups fall in step otherwise: all
 // multiply, and then all are in their softmax. Measured on an H200 at head_dim 128, 855 TFLOP/s against 787 on 16384 keys.
 constexpr bool kTurnsLast = kQFp8;
-// Whether a tile's maxima must be found under the warpgroup's own product with values. ptxas would move the whole softmax behind that, and
-// where products are as short as at head_dim 128 the tensor cores then wait for it: measured on an H200, 642 TFLOP/s against 618 with tiles
-// of 128 keys. To keep the exponentials there too is slower. Of fp8 it shortens what comes behind a turn, 855 against 736, and only with
-// that do turns pay.
-constexpr bool kMaximaFirst = kConsumers == 2 && (kQFp8 ? kHeadDimVo : kHeadDimQk) <= 128;
+// Whether a tile's maxima are found under the warpgroup's own product with values. Where products are as short as at head_dim 128 the
+// tensor cores wait for what comes behind: measured on an H200, 642 TFLOP/s against 618 with tiles of 128 keys, of fp8 855 against 736.
+// To keep the exponentials there too is slower.
+constexpr bool kMaximaFirst = kConsumers > 2 ? !kQFp8 : (kQFp8 ? kHeadDimVo : kHeadDimQk) <= 128;
+// Whether values are waited for before both products are issued, rather than between them. More than two warpgroups gain 6% on an H200,
+// two lose 2%.
+constexpr bool kWaitForBoth = kConsumers > 2 && !kQFp8;
 // What is the same for the warpgroups' descriptors; V is summed over its rows, and its column blocks are a tile apart. A turned V is
 // summed along its rows, as K is.
 constexpr unsigned long long kRowsAreColumns = wgmma_rows_base<kBlockRowBytes>();
@@ -73,25 +77,34 @@ struct Consumer {
   __device__ __forceinline__ void release(Barrier ring, unsigned tile) const {
     if (threadIdx.x % kWarpgroupThreads == 0) mbarrier_arrive(shared.barrier(ring + tile % kNumStages));
   }
-  // Maxima are computed before the wait that follows: a store of what depends on all of them cannot sink below it.
+  // Maxima are computed before the wait that follows: a store of what depends on all of them cannot sink below it. Nor can a vote.
   __device__ __forceinline__ void order_before_wait(const RowState& state) const {
-    if constexpr (!kMaximaFirst) return;
+    if constexpr (!kShufflesFirst) return;
     asm volatile("st.shared.f32 [%0], %1;" ::"r"(smem_address(&shared.control->order[threadIdx.x - kWarpgroupThreads])), "f"(state.max[0] + state.max[1])
                  : "memory");
   }
-  // The softmax of a tile while its warpgroup's product with the values of the tile before runs, and the end of that product.
-  __device__ __forceinline__ void softmax_under_product(const ThreadRows& rows, Logits& s, Weights& p, RowState& state, Output& o, float (&rescale)[2]) const {
-    update_reference(params.base, rows, s, state, rescale);
-    order_before_wait(state);
-    // For three consumers ptxas finds registers in this order only, and moves the wait up all the same.
-    if constexpr (kConsumers == 3) exponentiate(params.base, rows, s, state, rescale);
+  // The warpgroup's products have ended, and with them its part of a turn that lasts.
+  __device__ __forceinline__ void end_products(Logits& s, Output& o) const {
     wgmma_wait<0>();
     if constexpr (kTurnsLast) end_turn();
     bind_registers(o);
     bind_registers(s);
     release(kVEmpty, count);
-    if constexpr (kConsumers != 3) exponentiate(params.base, rows, s, state, rescale);
+  }
+  // The softmax of a tile while its warpgroup's product with the values of the tile before runs, and the end of that product. Returns and
+  // gives what update_reference does.
+  __device__ __forceinline__ bool softmax_under_product(const ThreadRows& rows, Logits& s, Weights& p, RowState& state, Output& o, float (&rescale)[2]) const {
+    if constexpr (!kMaximaFirst) end_products(s, o);
+    bool moves = update_reference(params.base, rows, s, state, rescale);
+    // For more than two consumers ptxas finds registers in this order only, and moves the wait up all the same.
+    if constexpr (kConsumers > 2) exponentiate(params.base, rows, s, state);
+    if constexpr (kMaximaFirst) {
+      order_before_wait(state);
+      end_products(s, o);
+    }
+    if constexpr (kConsumers == 2) exponentiate(params.base, rows, s, state);
     pack_weights(s, p);
+    return moves;
   }
 
   // V rows past the request's last key, or left of every row's window, hold what was there before, or belong to others: any bits at
@@ -116,7 +129,7 @@ struct Consumer {
   // The first tile of a segment, with nothing else in flight: its queries are waited for, its weights are ready on return.
   __device__ __forceinline__ void begin_segment(const QueuedWork& work, ThreadRows& rows, Logits& s, Weights& p, RowState& state, Output& o) {
     rows = ThreadRows(params.base, work, index, warp);
-    state = {{kNoMax, kNoMax}, {0.f, 0.f}};
+    state = RowState(rows);
     bank.open();
 #pragma unroll
     for (int i = 0; i < kHeadDimVo / 2; ++i) o[i] = 0.f;
@@ -127,10 +140,10 @@ struct Consumer {
     wgmma_wait<0>();
     bind_registers(s);
     release(kKEmpty, count);
-    finish_logits(params.base, work, index, rows, work.segment.kv_begin, s);
+    finish_logits(params.base, work, index, rows, work.segment.kv_begin, needs_mask(work, index, work.segment.kv_begin), s);
     float rescale[2];
     update_reference(params.base, rows, s, state, rescale);
-    exponentiate(params.base, rows, s, state, rescale);
+    exponentiate(params.base, rows, s, state);
     pack_weights(s, p);
   }
 
@@ -145,20 +158,23 @@ struct Consumer {
 #pragma unroll 1
     for (int key_begin = work.segment.kv_begin + kKvTile; key_begin < key_end; key_begin += kKvTile) {
       float rescale[2];
+      bool is_masked = needs_mask(work, index, key_begin);
       wait_full(shared, kKFull, count + 1);
+      if constexpr (kWaitForBoth) wait_full(shared, kVFull, count);
       begin_turn();
       wgmma_fence();
       multiply_qk(s, q_tile, shared.k_tile(count + 1));
-      wait_full(shared, kVFull, count);
-      wgmma_fence();
+      if constexpr (!kWaitForBoth) {
+        wait_full(shared, kVFull, count);
+        wgmma_fence();
+      }
       multiply_pv(o, p, shared.v_tile(count));
       if constexpr (!kTurnsLast) end_turn();
       wgmma_wait<1>();
       bind_registers(s);
       release(kKEmpty, count + 1);
-      finish_logits(params.base, work, index, rows, key_begin, s);
-      softmax_under_product(rows, s, p, state, o, rescale);
-      rescale_output(o, rescale);
+      finish_logits(params.base, work, index, rows, key_begin, is_masked, s);
+      if (softmax_under_product(rows, s, p, state, o, rescale)) rescale_output(o, rescale);
       if constexpr (kHasBank) bank.deposit(o, state);
       ++count;
     }
@@ -193,6 +209,7 @@ struct Consumer {
     wait_full(shared, kKFull, count + 1);
     wait_full(shared, kVFull, count);
     clear_unseen_values(work, last_tile(work), shared.v_tile(count));
+    bool is_masked = needs_mask(following, index, following.segment.kv_begin);
     begin_turn();
     wgmma_fence();
     multiply_qk(s, shared.q_tile(index, slot + 1), shared.k_tile(count + 1));
@@ -200,11 +217,11 @@ struct Consumer {
     if constexpr (!kTurnsLast) end_turn();
     rows = ThreadRows(params.base, following, index, warp);
     RowState finished = state;
-    state = {{kNoMax, kNoMax}, {0.f, 0.f}};
+    state = RowState(rows);
     wgmma_wait<1>();
     bind_registers(s);
     release(kKEmpty, count + 1);
-    finish_logits(params.base, following, index, rows, following.segment.kv_begin, s);
+    finish_logits(params.base, following, index, rows, following.segment.kv_begin, is_masked, s);
     float rescale[2];
     softmax_under_product(rows, s, p, state, o, rescale);
     ++count;

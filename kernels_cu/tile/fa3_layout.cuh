@@ -24,9 +24,9 @@ constexpr int kFirstTurner = kFirstRowsWarp + kRowsWarps, kTurners = 2;
 // Threads that read a published segment: all warps' but the one's that publishes, and those that turn values.
 constexpr int kWorkReaders = (kConsumerWarps + 3 - (kQFp8 ? kTurners : 0)) * 32;
 // Registers of a thread after warpgroups have shared them out anew; together they are at most what the CTA starts with.
-constexpr int kProducerRegisters = kConsumers == 3 ? 32 : kQFp8 ? 40 : kHeadDimVo <= 64 ? 72 : 56;
+constexpr int kProducerRegisters = kConsumers > 2 ? 32 : kQFp8 ? 40 : kHeadDimVo <= 64 ? 72 : 56;
 constexpr bool kFewRegisters = kProducerRegisters <= 40;
-constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : kQFp8 ? 232 : kHeadDimVo <= 64 ? 216 : 224;
+constexpr int kConsumerRegisters = kConsumers == 4 ? 112 : kConsumers == 3 ? 160 : kQFp8 ? 232 : kHeadDimVo <= 64 ? 216 : 224;
 
 // Operands of products are 16-bit elements, or e4m3 of queries and cache alike.
 constexpr int kElementBytes = kQFp8 ? 1 : 2;
@@ -89,7 +89,7 @@ struct Control {
   QueuedWork works[kWorkSlots];
   Cursor cursor;                  // of the warp that publishes
   KeyBounds copied[kNumStages];   // of the copies of V
-  float order[kConsumerThreads];  // written so that maxima come before a wait, never read
+  float order[kQFp8 ? kConsumerThreads : 1];  // written so that maxima come before a wait, never read
   int is_last;
 };
 
@@ -103,12 +103,12 @@ constexpr int kKOffset = 0, kVOffset = kKOffset + kNumStages * kKBytes, kVCopyOf
 constexpr int kQOffset = kVCopyOffset + (kQFp8 ? kCopyStages * kVBytes : 0);
 constexpr int kBankOffset = kQOffset + kConsumers * kQBuffers * kRowsBytes;
 constexpr int kControlOffset = kBankOffset + (kHasBank ? kCtaTileQ * kHeadDimVo * 2 : 0);
-constexpr int kControlBytes = 1024 + kCtaTileQ * 8, kAlignmentSlack = 1024;
+constexpr int kControlBytes = kQFp8 ? 1024 + kCtaTileQ * 8 : 1280, kAlignmentSlack = 1024;
 
 static_assert(sizeof(Control) <= kControlBytes, "the control block has outgrown its place");
 static_assert(kSmemBytes == kControlOffset + kControlBytes + kAlignmentSlack, "fa3_smem_bytes in cupyinfer/schedule/tiles.py says otherwise");
 static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= 65536 / kCtaThreads / 8 * 8 * (1 + kConsumers), "a warpgroup would wait for registers for ever");
-static_assert(kConsumers == 2 || kConsumers == 3 && !kSoftCap && !kAlibi, "registers are shared out among so many");
+static_assert(kConsumers == 2 || kConsumers <= 4 && !kSoftCap && !kAlibi, "registers are shared out among so many");
 static_assert(kCtaTileQ % kWarpgroupRows == 0 && kCtaThreads == kConsumerThreads + kWarpgroupThreads, "a consumer per 64 rows, and a producer");
 static_assert(!kQFp8 || kKvElement == Element::kE4m3, "fp8 queries meet a cache of their own type");
 static_assert(kHeadDimQk % kBlockColumns == 0 && kHeadDimVo % kBlockColumns == 0 && kKvTile % (32 / kElementBytes) == 0, "tiles are whole blocks");

@@ -90,7 +90,7 @@ struct MergeVector<true> {
 // All consumers: a unit's output from its parts, in part order. A warp takes a few rows at a time and a lane the same columns of each, so
 // that enough loads travel together: two columns of one row at a time, merging took as long as twenty iterations.
 __device__ __forceinline__ void merge_rows(const AttentionParams& params, const QueuedWork& work) {
-  constexpr int kColumns = kHeadDimVo / 32, kRows = kColumns > 4 || kConsumers == 3 ? 1 : 2, kParts = 4;
+  constexpr int kColumns = kHeadDimVo / 32, kRows = kColumns > 4 || kConsumers > 2 ? 1 : 2, kParts = 4;
   using Vector = typename MergeVector<kColumns == 2>::Type;
   constexpr int kVectorFloats = sizeof(Vector) / 4, kVectors = kColumns / kVectorFloats;
   const Tile& tile = work.tile;

@@ -13,10 +13,17 @@ struct RowFinish {
   float lse;
 };
 
+// By a sum of weights that is not 0, and then at least about 1. The end of a 16-row tile is too short for the branch of an exact division,
+// in whose way loads would wait. In larger tiles registers are what is short, and without that branch some GPUs' code spills.
+__device__ __forceinline__ float divide_by_sum(float x, float sum) {
+  if constexpr (kCtaTileQ == 16) return x * reciprocal(sum);
+  return x / sum;
+}
+
 // `row_max` (log2 domain, -inf without keys) and `row_sum` of 2^(logit - row_max).
 __device__ __forceinline__ RowFinish finish_part(float row_max, float row_sum) {
   if (row_sum == 0.f) return {0.f, neg_inf()};
-  return {1.f / row_sum, log_sum(row_max, row_sum)};
+  return {divide_by_sum(1.f, row_sum), log_sum(row_max, row_sum)};
 }
 
 // The same for a unit's final result: an attention sink joins the denominator here, once, and v_scale applies.
@@ -28,7 +35,7 @@ __device__ __forceinline__ RowFinish finish_row(const AttentionParams& params, c
       float rescale = ex2(row_max - joint_max);
       float joint_sum = row_sum * rescale + ex2(sink - joint_max);
       float v_scale = params.v_scale_tensor * (params.v_scale != nullptr ? __ldg(params.v_scale + kv_head) : 1.f);
-      return {rescale / joint_sum * v_scale, log_sum(joint_max, joint_sum)};
+      return {divide_by_sum(rescale, joint_sum) * v_scale, log_sum(joint_max, joint_sum)};
     }
   }
   RowFinish finish = finish_part(row_max, row_sum);

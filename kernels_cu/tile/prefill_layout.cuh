@@ -25,7 +25,7 @@ constexpr int kThreadRows = 2 * kRowTiles;   // rows a thread holds logits and o
 constexpr int kWarpKeys = kKvTile / kNumWarps;
 constexpr unsigned kFullWarp = 0xffffffffu;
 
-constexpr int kQRowBytes = kHeadDimQk * 2, kORowBytes = kHeadDimVo * 2;
+constexpr int kQRowBytes = kHeadDimQk * 2;
 constexpr int kKRowBytes = kHeadDimQk * kKvBytes, kVRowBytes = kHeadDimVo * kKvBytes;
 constexpr int kQBytes = kCtaTileQ * kQRowBytes;
 constexpr int kKBytes = kKvTile * kKRowBytes, kVBytes = kKvTile * kVRowBytes;
@@ -34,7 +34,6 @@ constexpr int kStageBytes = kKBytes + kVBytes;
 static_assert(kSmemBytes == kQBytes + kNumStages * kStageBytes, "prefill_smem_bytes in cupyinfer/schedule/tiles.py says otherwise");
 static_assert(kNumStages == 1 || kNumStages == 2, "the loop is written for one or two stages");
 static_assert(kWarpRows % 16 == 0 && kWarpKeys == 16, "a warp owns whole 16-row tiles and loads 16 keys");
-static_assert(kHeadDimVo <= kHeadDimQk, "a warp stages its output where its queries were");
 
 // Logits and outputs lie in matrix accumulators: [row tile][column tile][{row g: 2c, 2c + 1}, {row g + 8: 2c, 2c + 1}],
 // with g = lane / 4 and c = lane % 4. Thread row r is row tile r / 2, half r % 2.

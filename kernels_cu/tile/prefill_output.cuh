@@ -2,9 +2,9 @@
 // Registers to global memory: a segment's rows as final output, or as one part of a merge group.
 #pragma once
 
-#include "ptx/ldmatrix.cuh"
 #include "tile/output.cuh"
 #include "tile/prefill_mma.cuh"
+#include "tile/prefill_ring.cuh"
 
 // Two neighbouring column tiles hold 16 dims. A thread has {2c, 2c + 1} of each half, or, after fp8 values, 4c .. 4c + 3.
 struct DimBlock {
@@ -27,51 +27,50 @@ __device__ __forceinline__ void transform_dims(const AttentionParams& params, co
   for (int i = 0; i < 4; ++i) dims.x[i] = user_output(params, tile, row, dim + (kFp8Kv ? c * 4 + i : i / 2 * 8 + c * 2 + i % 2), dims.x[i]);
 }
 
-// Final rows: through the warp's own query rows in shared memory, so that they leave in 16-byte stores.
-__device__ __forceinline__ void write_direct(const AttentionParams& params, const Work& work, Output& o, RowState& state, unsigned char* q_tile) {
+// A lane's dims of four column tiles of a row, two of each (after fp8 values four of each two), for 16 bytes that lie side by side.
+// Four lanes have a row between them, `c` says which one this is.
+__device__ __forceinline__ void gather_chunk(unsigned (&x)[4], int c) {
+  bool odd = recompute_from(c) & 1, high = recompute_from(c) & 2;
+  auto exchange = [](unsigned& mine, unsigned& other, bool swap, int lanes) {
+    unsigned got = __shfl_xor_sync(kFullWarp, swap ? mine : other, lanes);
+    mine = swap ? got : mine, other = swap ? other : got;
+  };
+  if constexpr (kFp8Kv) {
+    exchange(x[0], x[2], odd, 1), exchange(x[1], x[3], odd, 1);
+  } else {
+    exchange(x[0], x[1], odd, 1), exchange(x[2], x[3], odd, 1);
+    exchange(x[0], x[2], high, 2), exchange(x[1], x[3], high, 2);
+  }
+}
+
+// Final rows, straight from registers in 16-byte stores: shared memory is the next segment's.
+__device__ __forceinline__ void write_direct(const AttentionParams& params, const Work& work, Output& o, RowState& state) {
   int lane = recompute_from(lane_idx()), c = lane % 4;
-  unsigned char* staging = q_tile + warp_idx() * kWarpRows * kQRowBytes;
   reduce_rows(state);
-  // Other lanes may still be reading queries.
-  __syncwarp();
 #pragma unroll
   for (int r = 0; r < kThreadRows; ++r) {
-    int row_in_warp = r * 8 + lane / 4;
     bool valid = thread_row(r) < work.tile.num_rows;
     Row row = make_row(params, work.tile, work.segment.kv_head, valid ? thread_row(r) : 0);
     RowFinish finish = finish_row(params, row, work.segment.kv_head, state.max[r], state.sum[r]);
+    uint4* target = reinterpret_cast<uint4*>(output_row(params, work.tile, row)) + (kFp8Kv ? c % 2 * 2 + c / 2 : c);
 #pragma unroll
-    for (int block = 0; block < kHeadDimVo / 16; ++block) {
-      DimBlock dims(o, r, block, finish.scale);
-      if constexpr (kUserOutput) {
-        if (valid) transform_dims(params, work.tile, row, block * 16, c, dims);
-        // What hooks load for all blocks at once would take more registers than there are.
-        __syncwarp();
+    for (int pair = 0; pair < kHeadDimVo / 32; ++pair) {
+      unsigned packed[4];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        DimBlock dims(o, r, pair * 2 + i, finish.scale);
+        if constexpr (kUserOutput) {
+          if (valid) transform_dims(params, work.tile, row, (pair * 2 + i) * 16, c, dims);
+        }
+        // All blocks at once, what hooks load for them too, would take more registers than other kernels have.
+        if constexpr (kUserOutput || !kEarlyQueries) __syncwarp();
+        packed[i * 2] = pack_pair<kOElement>(dims.x[0], dims.x[1]), packed[i * 2 + 1] = pack_pair<kOElement>(dims.x[2], dims.x[3]);
       }
-      unsigned low = pack_pair<kOElement>(dims.x[0], dims.x[1]), high = pack_pair<kOElement>(dims.x[2], dims.x[3]);
-      if constexpr (kFp8Kv) {
-        *reinterpret_cast<uint2*>(staging + Swizzle<kORowBytes>::offset(row_in_warp, block * 2 + c / 2) + c % 2 * 8) = {low, high};
-      } else {
-        *reinterpret_cast<unsigned*>(staging + Swizzle<kORowBytes>::offset(row_in_warp, block * 2) + c * 4) = low;
-        *reinterpret_cast<unsigned*>(staging + Swizzle<kORowBytes>::offset(row_in_warp, block * 2 + 1) + c * 4) = high;
-      }
+      gather_chunk(packed, c);
+      if (valid) target[pair * 4] = {packed[0], packed[1], packed[2], packed[3]};
     }
     if (valid && c == 0) store_lse(params, work.tile, row, finish.lse);
   }
-  __syncwarp();
-  constexpr int kChunks = kORowBytes / 16;
-  lane = recompute_from(lane);
-  int first_row = warp_idx() * kWarpRows;
-  Row lane_row = make_row(params, work.tile, work.segment.kv_head, first_row + lane % kWarpRows);
-  long long lane_target = reinterpret_cast<long long>(output_row(params, work.tile, lane_row));
-#pragma unroll 4
-  for (int step = 0; step < kWarpRows * kChunks / 32; ++step) {
-    int idx = step * 32 + lane, row = idx / kChunks, chunk = idx % kChunks;
-    uint4* target = reinterpret_cast<uint4*>(__shfl_sync(kFullWarp, lane_target, row)) + chunk;
-    if (first_row + row < work.tile.num_rows) *target = *reinterpret_cast<const uint4*>(staging + Swizzle<kORowBytes>::offset(row, chunk));
-  }
-  // The next unit's queries go where the rows were staged.
-  __syncwarp();
 }
 
 // One part: rows divided by their own denominator, in float, straight from registers.

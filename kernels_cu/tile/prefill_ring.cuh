@@ -9,6 +9,8 @@
 // for ragged keys on Hopper.
 constexpr bool kAheadFitsThreeCtas = !kPaged && __CUDA_ARCH__ == 900;
 constexpr bool kKeysAhead = kNextRows && !kRope && kLogitKeys == kKvTile && (!kThreeCtas || kAheadFitsThreeCtas);
+// Queries leave for shared memory before the rows of the segment ahead of them are written, where there are registers for it.
+constexpr bool kEarlyQueries = kKeysAhead || kThreeCtas;
 
 // The K and V tiles of one segment on their way through the ring: tile i, which starts at its `key_begin`, lies in stage
 // i % kNumStages. The next tile's keys are looked up in the page table one iteration before they are needed.

@@ -21,6 +21,8 @@ __device__ __forceinline__ Tile load_tile(const AttentionParams& params, int til
   return {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w, c.x, c.y, c.z, c.w};
 }
 
+constexpr int kCtaWorkInts = 8;
+
 // Keys [kv_begin, kv_end) of one unit, of which those before first_seen lie left of every row's window; part `part` of merge group `group`, or the whole unit when group is -1.
 struct Segment {
   int kv_head;
@@ -32,8 +34,9 @@ struct Segment {
 // Walks the segments of this CTA. One that runs ahead of the arithmetic keeps the next segment's tile on its way, so that moving
 // on does not wait for memory; one that follows finds the tiles in L1. One without registers to spare reads a tile back from shared
 // memory, where it lies, field by field. One that copies lies in shared memory, runs ahead, and never waits itself: the copies of its
-// thread must have arrived before `next`.
-template <bool kRunsAhead, bool kFewRegisters = false, bool kCopies = false>
+// thread must have arrived before `next`. One with a queue has its whole units dealt out in the first two waves only: CTAs of one SM do not
+// run equally fast, so from then on each takes whichever unit is next.
+template <bool kRunsAhead, bool kFewRegisters = false, bool kCopies = false, bool kQueue = false>
 struct WorkCursor {
   // At head_dim 256 the 16-row kernel has no registers for a tile ahead, and waits for it where a segment begins; copies in flight last
   // longer than that.
@@ -47,7 +50,7 @@ struct WorkCursor {
 
   __device__ __forceinline__ void start(const AttentionParams& params) {
     whole_unit = blockIdx.x, wave = 0;
-    const int4* record = reinterpret_cast<const int4*>(params.cta_work) + 2 * blockIdx.x;
+    const int4* record = reinterpret_cast<const int4*>(params.cta_work + kCtaWorkInts * blockIdx.x);
     int4 a = __ldg(record), b = __ldg(record + 1);
     // Most launches begin with whole units: ask for the first one's tile without waiting for the record that says so.
     if constexpr (kRunsAhead) {
@@ -64,8 +67,20 @@ struct WorkCursor {
     if (kKeepsAhead && (kCopies || whole_unit >= num_whole_units)) look_ahead(params);
   }
 
+  // The unit that `next` is to go on with after the segment it moves to: ask before each `next` but the first, as early as there is a
+  // register for the answer, which takes a trip to memory. Every CTA asks until it is told of a unit that does not exist; the last one to
+  // ask leaves the queue as the plan set it.
+  __device__ __forceinline__ int take_from_queue(const AttentionParams& params) const {
+    int grid = gridDim.x, num_queued = num_whole_units - 2 * grid;
+    if (num_queued <= 0 || whole_unit >= num_whole_units) return num_whole_units;
+    int* queue = const_cast<int*>(params.cta_work) + kCtaWorkInts * grid;
+    int taken = atomicAdd(queue, 1);
+    if (taken == num_queued + grid - 1) *queue = 0;
+    return 2 * grid + taken;
+  }
+
   // Move to the next segment; false when the share is done.
-  __device__ __forceinline__ bool next(const AttentionParams& params, Tile& tile, Segment& segment) {
+  __device__ __forceinline__ bool next(const AttentionParams& params, Tile& tile, Segment& segment, int from_queue = 0) {
     if constexpr (!kKeepsAhead) look_ahead(params);
     if constexpr (kFewRegisters) asm volatile("" ::: "memory");
     tile = ahead;
@@ -78,7 +93,7 @@ struct WorkCursor {
         asm volatile("mov.u32 %0, %%ctaid.x;\n\tmov.u32 %1, %%nctaid.x;" : "=r"(cta), "=r"(grid));
         whole_unit = wave * grid + ((wave & 1) ? grid - 1 - cta : cta);
       } else {
-        whole_unit = wave * gridDim.x + ((wave & 1) ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+        whole_unit = kQueue && wave > 1 ? from_queue : wave * gridDim.x + ((wave & 1) ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
       }
     } else if (remaining > 0) {
       int taken = min(tile.num_iters() - iter, remaining);
@@ -101,6 +116,8 @@ struct WorkCursor {
     if constexpr (kKeepsAhead) look_ahead(params);
     return true;
   }
+
+  __device__ __forceinline__ bool has_more() const { return whole_unit < num_whole_units || remaining > 0; }
 
  private:
   static constexpr int kFirstIsBehind = -2;

@@ -167,26 +167,29 @@ def test_a_graph_keeps_its_kernel() -> None:
 @pytest.mark.parametrize(
     ("qo_lens", "num_qo_heads", "changed", "rows"),
     [
-        ((1024,) * 16, 8, {}, 192),
-        ((1000, 37, 210), 10, {}, 192),  # a group of 5 divides neither tile
-        ((48,) * 16, 8, {}, 192),  # one full tile of 192 rows, or one and a half of 128
-        ((64,) * 16, 8, {}, 128),  # 256 rows
-        ((64,) * 16, 2, {}, 128),  # a third of a tile of 192 rows
-        ((1000, *(3,) * 40), 8, {}, 128),
-        ((2000, *(3,) * 8), 8, {}, 192),
-        ((64,) * 16, 8, {"disable_split_kv": True}, 192),  # must not look at the batch
+        ((1024,) * 16, 8, {}, 256),
+        ((1000, 37, 210) * 4, 10, {}, 256),  # a group of 5 divides no tile
+        ((48,) * 80, 8, {}, 192),  # one full tile of 192 rows, or one and a half of 128
+        ((64,) * 80, 8, {}, 256),
+        ((64,) * 16, 2, {}, 128),  # a quarter of a tile of 256 rows
+        ((1000, *(3,) * 80), 8, {}, 128),
+        ((2000, *(3,) * 8) * 4, 8, {}, 192),
+        ((512,) * 4, 8, {}, 128),  # 64 units of 256 rows would leave half of the SMs idle
+        ((768,) * 4, 8, {}, 192),
+        ((64,) * 16, 2, {"disable_split_kv": True}, 256),  # must not look at the batch
+        ((1024,) * 16, 8, {"q_data_type": "float8_e4m3fn", "o_data_type": "bfloat16"}, 192),
         ((1024,) * 16, 8, {"logits_soft_cap": 30.0}, 128),
         ((1024,) * 16, 8, {"pos_encoding_mode": "ALIBI"}, 128),
         ((1024,) * 16, 8, {"head_dim": 128}, 128),
     ],
 )
 def test_rows_per_fa3_tile(qo_lens: tuple[int, ...], num_qo_heads: int, changed: dict[str, Any], rows: int) -> None:
-    """192 rows where head_dim 64 gains more from them than it loses to padding; the size is that of the plan."""
+    """192 or 256 rows where head_dim 64 gains more from them than it loses to padding; the size is that of the plan."""
     profile = named_profile("h200")
-    options = {"head_dim": 64, **changed}
+    options = {"head_dim": 64, "q_data_type": "bfloat16", **changed}
     indptr = np.concatenate([[0], np.cumsum(qo_lens)]).astype(np.int32)
     head_dim = options.pop("head_dim")
-    request = ragged_prefill_request(indptr, indptr, num_qo_heads, 2, head_dim, causal=True, q_data_type="bfloat16", **options)
+    request = ragged_prefill_request(indptr, indptr, num_qo_heads, 2, head_dim, causal=True, **options)
     object.__setattr__(request, "backend", "fa3")
     draft = request.draft(profile)
     assert draft.schedule.config.cta_tile_q == rows
@@ -196,7 +199,7 @@ def test_rows_per_fa3_tile(qo_lens: tuple[int, ...], num_qo_heads: int, changed:
     assert draft.size.float_bytes <= bound.float_bytes and draft.size.int_bytes <= bound.int_bytes
 
 
-@pytest.mark.parametrize(("limits", "rows"), [(BatchLimits(4, 4000), 192), (BatchLimits(200, 4000), 128)], ids=["few", "many"])
+@pytest.mark.parametrize(("limits", "rows"), [(BatchLimits(4, 4000), 256), (BatchLimits(200, 4000), 128)], ids=["few", "many"])
 def test_a_graph_keeps_its_rows(limits: BatchLimits, rows: int) -> None:
     for tokens in (4, 4000):
         indptr = np.array([0, tokens], np.int32)

@@ -11,7 +11,7 @@ import pytest
 
 import cupyinfer
 from cupyinfer.backends.device import current_device, read_profile
-from cupyinfer.schedule.tiles import FA3_ARCH, FA3_TILES, fa3_tile_q
+from cupyinfer.schedule.tiles import FA3_ARCH, FA3_TILES
 from tests.support.batches import Case
 from tests.support.compare import assert_attention_close
 from tests.support.oracle import AttentionOptions, attention_oracle, e4m3_weights_bound, low_precision_reference
@@ -103,21 +103,30 @@ def test_parts_are_merged(head_dims: tuple[int, int], keys: int) -> None:
 @pytest.mark.parametrize("changed", [{}, {"window_left": 150}, {"sinks": True}, {"fixed_split_size": 128}, {"scales": "head"}], ids=str)
 @pytest.mark.parametrize("heads", [(8, 2), (10, 2), (3, 3), (14, 2)], ids=str)
 @pytest.mark.parametrize("op", ["paged", "ragged"])
-def test_tiles_of_192_rows(op: str, heads: tuple[int, int], changed: dict[str, Any]) -> None:
-    """Three consumers: groups that divide 192 and groups that do not, last tiles that leave one or two of them without rows."""
+@pytest.mark.parametrize("tile_q", [192, 256])
+def test_tiles_of_many_rows(tile_q: int, op: str, heads: tuple[int, int], changed: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three and four consumers: groups that divide the rows and groups that do not, last tiles that leave some consumers without any."""
+    monkeypatch.setattr("cupyinfer.schedule.planner.fa3_tile_q", lambda tile_qs, count, num_sms: tile_q)
     page_size = 16 if op == "paged" else 1
     case = Case((1500, 700, 300, 40), (1200, 600, 190, 3), op, heads, (64, 64), page_size, dtype="bfloat16", causal=True, **changed)
-    geometry_rows = [tokens * heads[0] // heads[1] for tokens in case.qo_lens or ()]
-    assert fa3_tile_q((128, 192), lambda tile_q: sum(-(-rows // tile_q) for rows in geometry_rows)) == 192
+    call = Call(case, "fa3")
+    call.plan()
+    assert call.wrapper.plan_info.cta_tile_q == tile_q
     run_case(case, "fa3")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("op", ["paged", "ragged"])
-def test_parts_of_192_rows(op: str) -> None:
-    """Few tiles of many keys, which CTAs share: three consumers write parts, and merge them together."""
+@pytest.mark.parametrize("tile_q", [192, 256])
+def test_parts_of_many_rows(tile_q: int, op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few tiles of many keys, which CTAs share: three or four consumers write parts, and merge them together."""
+    monkeypatch.setattr("cupyinfer.schedule.planner.fa3_tile_q", lambda tile_qs, count, num_sms: tile_q)
     page_size = 16 if op == "paged" else 1
-    run_case(Case((4096, 3000), (190, 40), op, (4, 1), (64, 64), page_size, dtype="float16", causal=True), "fa3")
+    case = Case((4096, 3000), (190, 40), op, (4, 1), (64, 64), page_size, dtype="float16", causal=True)
+    call = Call(case, "fa3")
+    call.plan()
+    assert call.wrapper.plan_info.cta_tile_q == tile_q and call.wrapper.plan_info.num_merge_groups > 0
+    run_case(case, "fa3")
 
 
 def ragged(lengths: tuple[int, ...], heads: tuple[int, int], seed: int = 0) -> tuple[Any, Any, list[Any]]:
@@ -185,12 +194,11 @@ def test_references_follow_logits_of_any_sign(levels: str, head_dim: int, dtype:
 
     rng = np.random.default_rng(7)
     factors = np.array([1.0, -1.0, 0.25, 2.0, -0.5, 0.0, 1.5])
-    q, k, v = (rng.standard_normal((count, heads, head_dim)) for count, heads in ((300, 4), (1600, 2), (1600, 2)))
-    q *= 0.1
-    k *= 0.1
+    q, k, v = (rng.standard_normal((count, heads, head_dim)).astype(dtype) for count, heads in ((300, 4), (1600, 2), (1600, 2)))
+    q *= dtype(0.1)
+    k *= dtype(0.1)
     q[:, :, 0] = factors[(np.arange(300)[:, None] + np.arange(4)) % len(factors)]
     k[:, :, 0] = LEVELS[levels].repeat(50)[:, None]
-    q, k, v = (x.astype(dtype) for x in (q, k, v))
     offsets = [np.array([0, n], np.int32) for n in (300, 1600)]
     wrapper = cupyinfer.BatchPrefillWithRaggedKVCacheWrapper(backend="fa3")
     options: dict[str, Any] = {"sm_scale": 1.0}

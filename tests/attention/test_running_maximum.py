@@ -67,6 +67,17 @@ def test_any_course_of_logits(shape: Any, head_dim: int, dtype: str, op: str, ca
     call.check(call.run())
 
 
+@pytest.mark.parametrize("kv_dtype", [None, "float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize("heads", [(8, 2), (24, 2), (32, 2)], ids=["gqa4", "gqa12", "gqa16"])
+@pytest.mark.parametrize("shape", [rising, falling, one_key_of_a_tile, from_far_below], ids=lambda shape: shape.__name__)
+def test_decode_of_every_cache_and_group(shape: Any, heads: tuple[int, int], kv_dtype: str | None, backend: str) -> None:
+    """fp8 kernels follow a maximum at once, others let it grow for a while; tiles of more than 8 rows work on two rows at a time."""
+    case = Case(KEYS, heads=heads, dtype="bfloat16", kv_dtype=kv_dtype)
+    call = Call(case, backend, with_logits(case, shape))
+    call.plan()
+    call.check(call.run())
+
+
 @pytest.mark.parametrize("page_size", [1, 3, 16, 24, 48])
 def test_pages_that_blocks_of_keys_straddle(page_size: int, backend: str) -> None:
     """Pages that are no multiple of 16 keys have addresses of their own for every row, from tile to tile."""

@@ -254,8 +254,9 @@ def test_a_sanitizer_run_has_helper_kernels_and_both_backends() -> None:
     tasks = sanitizer.tasks_of({"fa2": full()[:4], "fa3": full("fa3")[:2]}, graph=False)
     assert [task.name for task in tasks[:3]] == ["appends", "append_indices", "merges"]
     assert [task.name.split()[0] for task in tasks[3:9]] == ["fa2", "fa3", "fa2", "fa2", "fa3", "fa2"]
-    assert [task.name for task in tasks[9:]] == ["fa3 192 rows", "fa3 e4m3 queries"]
-    assert len({kernel.cta_tile_q for kernel in fa3_calls.kernels()}) == len({kernel.q_dtype for kernel in fa3_calls.kernels()}) == 2
+    assert [task.name for task in tasks[9:]] == ["fa3 192 rows", "fa3 256 rows", "fa3 e4m3 queries"]
+    assert {kernel.cta_tile_q for kernel in fa3_calls.kernels()} == {128, 192, 256}
+    assert len({kernel.q_dtype for kernel in fa3_calls.kernels()}) == 2
     assert {task.family for task in tasks} < set(sanitizer.FAMILIES) and tasks[4].family == "fa3" and "(fa3_q" in tasks[4].name
     crowded = sanitizer.tasks_of({"fa2": full()[:2]}, graph=False, crowded=True)
     assert [task.name for task in crowded[4::2]] == [f"crowded {task.name}" for task in crowded[3::2]]

@@ -63,7 +63,9 @@ def place(draft: PlanDraft) -> Placed:
 
     rest = [offset for offset in (info.page_indices_offset, info.values_offset) if offset >= 0]
     assert info.tiles_offset + 48 * info.num_tiles <= info.cta_work_offset
-    assert info.cta_work_offset + 32 * info.num_ctas <= info.merge_groups_offset
+    queue_offset = info.cta_work_offset + 32 * info.num_ctas
+    assert queue_offset + 32 * (info.num_ctas > 0) <= info.merge_groups_offset
+    assert not info.num_ctas or records(queue_offset, 1, 8) == [[0] * 8]
     assert info.merge_groups_offset + 48 * info.num_merge_groups <= min([*rest, info.int_bytes])
     tiles = [dict(zip(TILE, tile, strict=True)) for tile in records(info.tiles_offset, info.num_tiles, 12)]
     cta_work = records(info.cta_work_offset, info.num_ctas, 8)
