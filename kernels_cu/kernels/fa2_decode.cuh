@@ -75,6 +75,6 @@ extern "C" __global__ void __launch_bounds__(kNumWarps * 32, 1) attention(const 
       at.advance();
     }
     state.reduce_sums();
-    queue.turn(params, is_last, tile.num_rows, group, BlockDeal::share(segment, key), state);
+    queue.turn(params, is_last, tile.num_rows, group, BlockDeal::share(segment, key, warp), state);
   } while (!is_last);
 }

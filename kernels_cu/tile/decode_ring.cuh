@@ -23,6 +23,9 @@ constexpr int kVRowsAtOnce = 32 % kVRowChunks == 0 ? 32 / kVRowChunks : 0;
 // Past head_dim 128 registers are too few to keep where a head's rows begin.
 constexpr bool kKeepsRows = kHeadDimQk <= 128;
 
+// Nor, with RoPE, are there any to remember how many blocks have been dealt.
+constexpr bool kDealsOn = kHeadDimQk <= 128 || kPosEncoding != PosEncoding::kRopeLlama;
+
 // Blocks are dealt to the warps in turn, on and on over the segments of a CTA: a segment begins with the warp after the one that had
 // the last block of the segment before, so that uneven ends do not add up on the same warps.
 struct BlockDeal {
@@ -31,14 +34,14 @@ struct BlockDeal {
   // First key of this warp's first block of the next segment, or a key past the segment's end.
   __device__ __forceinline__ int first_key(const Segment& segment, int warp) {
     int key = segment.kv_begin + static_cast<int>((warp - num_dealt) % kNumWarps) * kBlockKeys;
-    num_dealt += (segment.kv_end - segment.kv_begin + kBlockKeys - 1) / kBlockKeys;
+    if constexpr (kDealsOn) num_dealt += (segment.kv_end - segment.kv_begin + kBlockKeys - 1) / kBlockKeys;
     return key;
   }
 
-  // Which of the segment's first kNumWarps blocks began the share of the warp that has `key`. Shares are joined in that order, so that a
-  // result does not depend on what else its CTA has done.
-  static __device__ __forceinline__ int share(const Segment& segment, int key) {
-    return static_cast<unsigned>(key - segment.kv_begin) / kBlockKeys % kNumWarps;
+  // Which of the segment's first kNumWarps blocks began the share of `warp`, a later key of which is `key`. Shares are joined in that order,
+  // so that a result does not depend on what else its CTA has done.
+  static __device__ __forceinline__ int share(const Segment& segment, int key, int warp) {
+    return kDealsOn ? static_cast<unsigned>(key - segment.kv_begin) / kBlockKeys % kNumWarps : warp;
   }
 };
 
