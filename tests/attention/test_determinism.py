@@ -34,11 +34,12 @@ def join(parts: list[Data]) -> Data:
     return batch
 
 
-def run_alone(data: Data, backend: str) -> tuple[Any, Any]:
+def run_alone(data: Data, backend: str, check: bool = True) -> tuple[Any, Any]:
     call = Call(data.case, backend, data)
     call.plan()
     result = call.run()
-    call.check(result)
+    if check:
+        call.check(result)
     return result
 
 
@@ -56,9 +57,10 @@ def test_neighbours_change_no_bit(options: dict[str, Any], op: str, backend: str
     num_rows = len(want[0])
     for neighbours in ([(5, 1)] * 31, [(3000, 90)], [(9, 9), (0, 3), (10, 10)], [(1, 1)] * 3, [(2100, 3)] * 90):
         others = [one(kv_len, qo_len, 10 + at) for at, (kv_len, qo_len) in enumerate(neighbours)]
-        first = run_alone(join([mine, *others]), backend)
+        check = len(neighbours) < 90  # an oracle of so many takes long, and `mine` has been checked
+        first = run_alone(join([mine, *others]), backend, check)
         assert_same_bits(rows_of(first, 0, num_rows), want)
-        last = run_alone(join([*others, mine]), backend)
+        last = run_alone(join([*others, mine]), backend, check)
         assert_same_bits(rows_of(last, len(last[0]) - num_rows, len(last[0])), want)
 
 
