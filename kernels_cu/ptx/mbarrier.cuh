@@ -25,16 +25,6 @@ __device__ __forceinline__ void mbarrier_sleep(unsigned barrier, unsigned parity
       : "memory");
 }
 
-// Whether the phase of that parity has ended.
-__device__ __forceinline__ bool mbarrier_test(unsigned barrier, unsigned parity) {
-  unsigned done;
-  asm volatile("{.reg .pred p; mbarrier.test_wait.parity.acquire.cta.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
-               : "=r"(done)
-               : "r"(barrier), "r"(parity)
-               : "memory");
-  return done;
-}
-
 // Named barrier `id` (0 is __syncthreads): wait for `threads` threads, or count towards them without waiting.
 __device__ __forceinline__ void named_barrier_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 __device__ __forceinline__ void named_barrier_arrive(int id, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
